@@ -23,6 +23,8 @@ from treadle.hub.batching import plan
 from treadle.store import Batch, LeaseTerms, Limits, NewGroup, Post, Store
 from treadle.store.browse import content_of
 from treadle.track.files import TOKENS_FOLDER, RolloutTokens, TokenFiles
+from treadle.store import Batch, LeaseTerms, Limits, NewGroup, Post, Store, runs
+from treadle.track.token_files import FOLDER, RolloutTokens, TokenFiles
 from treadle.wire.binary import from_stored, pack_group
 from treadle.wire.groups import ATROPOS_KEYS, IGNORED, NO_LOGPROB, ScoredGroup, fingerprint
 from treadle.wire.hub import RegisterEnv, RegisterTrainer
@@ -135,7 +137,7 @@ def write_queue(database: Path, *, num_steps: int, num_groups: int, seed: int = 
         store.register_trainer(_trainer(per_step * GROUP_SIZE, num_steps)).result()
         for name in ENVS:
             env = RegisterEnv(max_token_length=256, desired_name=name, weight=1.0, group_size=GROUP_SIZE)
-            store.register_env(env, resume=False, idle_s=lambda _: 0.0, gone_after_s=10.0).result()
+            store.write(runs.register_env, env, resume=False, idle_s=lambda _: 0.0, gone_after_s=10.0).result()
         groups = (made_up_group(number, num_groups, num_steps, dice) for number in range(num_groups))
         for some in _portions(num_steps):
             new = list(islice(groups, per_step * len(some)))
@@ -152,7 +154,7 @@ def write_queue(database: Path, *, num_steps: int, num_groups: int, seed: int = 
 
 def write_tokens(folder: Path, batch: Batch, dice: random.Random) -> None:
     """Token files as written by a trainer, for half of the rollouts: those better or worse than their group."""
-    groups = [from_stored(content_of(stored)) for stored in batch.groups]
+    groups = [from_stored(stored.content()) for stored in batch.groups]
     rollouts = [made_up_tokens(group, row, dice) for group in groups for row in range(group.size)]
     TokenFiles(folder / TOKENS_FOLDER).write(batch.step, 0, [one for one in rollouts if one is not None])
 

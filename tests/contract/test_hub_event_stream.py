@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.hub_process import HubProcess
-from treadle.store import Store
+from treadle.store import Store, runs
 from treadle.wire.hub import RegisterEnv
 
 SLOW_S = 20.0  # how long anything may take on a loaded machine
@@ -189,7 +189,10 @@ def test_readers_that_do_not_read_cost_no_memory(tmp_path: Path):
     hub = HubProcess(tmp_path)
     env = RegisterEnv(max_token_length=9, desired_name="a" * 250, weight=1.0, group_size=2)
     with Store.open(hub.database) as store:
-        made = [store.register_env(env, resume=True, idle_s=lambda _: 0.0, gone_after_s=9.0) for _ in range(6_000)]
+        made = [
+            store.write(runs.register_env, env, resume=True, idle_s=lambda _: 0.0, gone_after_s=9.0)
+            for _ in range(6_000)
+        ]
         made[-1].result(timeout=120)
     with hub:
         assert hub.process is not None

@@ -34,6 +34,8 @@ from treadle.store import (
     QueueFull,
     StaleToken,
     Store,
+    groups,
+    runs,
 )
 from treadle.wire.hub import RegisterEnv, RegisterTrainer
 
@@ -325,7 +327,9 @@ class StoreMachine(RuleBasedStateMachine):
     def register_env(self, name, weight, resume, gone):
         env = RegisterEnv(max_token_length=9, desired_name=name, weight=weight, group_size=2)
         idle_s = 11.0 if gone else 1.0
-        record = self.store.register_env(env, resume=resume, idle_s=lambda _: idle_s, gone_after_s=10.0).result()
+        record = self.store.write(
+            runs.register_env, env, resume=resume, idle_s=lambda _: idle_s, gone_after_s=10.0
+        ).result()
         namesakes = [env_id for env_id, known in enumerate(self.model.envs) if known == name]
         if namesakes and (resume or gone):
             assert record.env_id == namesakes[0]
@@ -337,7 +341,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert record.connected
 
     def disconnect_env(self, env_id):
-        assert self.store.disconnect_env(env_id).result() == (env_id < len(self.model.envs))
+        assert self.store.write(runs.disconnect_env, env_id).result() == (env_id < len(self.model.envs))
 
     # ---- ends and beginnings
 
@@ -368,7 +372,7 @@ class StoreMachine(RuleBasedStateMachine):
             record.until_s = 0.0
 
     def reset(self):
-        self.store.reset().result()
+        self.store.write(runs.reset).result()
         self.model = Model(next_id=self.model.next_id)
 
     # ---- what holds at any time
@@ -393,14 +397,14 @@ class StoreMachine(RuleBasedStateMachine):
             (each.step, each.state, each.ids, each.deliveries, each.token, each.holder)
             for _, each in sorted(model.live.items())
         ]
-        run = self.store.run_state()
+        run = self.store.read(runs.read_run)
         assert (run.current_step, run.trainer is None) == (model.step, model.batch_size is None)
-        counts = self.store.counts()
+        counts = self.store.read(groups.counts)
         num = Counter(states.values())
         counted = {state: getattr(counts, state).groups for state in ("queued", "leased", "trained", "dropped", "dead")}
         assert counted == {state: num[state] for state in counted}
         assert counts.accepted_groups == len(model.groups)
-        assert [env.groups_accepted for env in self.store.envs()] == [
+        assert [env.groups_accepted for env in self.store.read(runs.read_envs)] == [
             model.accepted_of_env.get(env_id, 0) for env_id in range(len(model.envs))
         ]
 
@@ -424,7 +428,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def events_only_go_on(self):
-        ids = [event.id for event in self.store.events_after(0, limit=10_000)]
+        ids = [event.id for event in self.store.read(runs.events_after, 0, limit=10_000)]
         assert ids == sorted(set(ids))
         newest = ids[-1] if ids else 0
         assert newest >= self.last_event

@@ -19,7 +19,7 @@ from treadle.config.env import process_of
 from treadle.dash.run_folder import CONFIG_FILE, RunFolder
 from treadle.dash.status import EngineStatus
 from treadle.net.probe import get_json
-from treadle.store import Store
+from treadle.store import Store, groups
 from treadle.wire.bridge import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class QueueHistory:
         self._thread.join()
 
     def _look(self) -> QueueSample:
-        counts = self._store.counts()
+        counts = self._store.read(groups.counts)
         return QueueSample(self._clock(), counts.queued.groups, counts.leased.groups)
 
     def _watch(self) -> None:

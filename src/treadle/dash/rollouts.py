@@ -19,6 +19,7 @@ import msgspec
 
 from treadle.log import get_logger
 from treadle.store.browse import Browser, GroupSummary, Wanted, content_of
+from treadle.store.browse import GroupSummary
 from treadle.store.records import StoredGroup
 from treadle.track.files import RolloutTokens, TokenFiles
 from treadle.wire import binary
@@ -118,7 +119,7 @@ def _whole_characters(ids: Sequence[int], pieces: list[str], tokenizer: Tokenize
 
 
 def open_group(stored: StoredGroup) -> ScoredGroup:
-    return binary.from_stored(content_of(stored))
+    return binary.from_stored(stored.content())
 
 
 def view_group(

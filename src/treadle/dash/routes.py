@@ -43,7 +43,7 @@ from treadle.dash.web import (
     float_param,
     int_param,
 )
-from treadle.store import Store
+from treadle.store import Store, groups, runs
 from treadle.store.browse import Browser, Wanted
 from treadle.track.catalogue import METRICS
 
@@ -141,7 +141,7 @@ class Routes:
                 "charts": await asyncio.to_thread(charts_of, own),
                 "meanings": {name: entry.meaning for name, entry in METRICS.items()},
                 "others": others,
-                "envs": [{"env_id": env.env_id, "name": env.name} for env in self._store.envs()],
+                "envs": [{"env_id": env.env_id, "name": env.name} for env in self._store.read(runs.read_envs)],
                 "states": STATES,
             }
         )
@@ -175,7 +175,7 @@ class Routes:
         return as_json({"samples": await asyncio.to_thread(self._queue.samples)})
 
     def _now(self) -> dict[str, Any]:
-        run, counts, own = self._store.run_state(), self._store.counts(), self._runs.own
+        run, counts, own = self._store.read(runs.read_run), self._store.read(groups.counts), self._runs.own
         engine = self._engine.look()
         latest = self._browser.latest_events(("leased", "trained"))
         leased, trained = latest.get("leased"), latest.get("trained")
@@ -279,7 +279,7 @@ class Routes:
                 "go_on_before": found[limit - 1].id if len(found) > limit else None,
                 "num_groups": reach.num_groups,
                 "num_known": reach.num_known,
-                "envs": {env.env_id: env.name for env in self._store.envs()},
+                "envs": {env.env_id: env.name for env in self._store.read(runs.read_envs)},
             }
         )
 
@@ -307,7 +307,7 @@ class Routes:
             if stored is None:
                 raise PageError(404, f"the content of group {group_id} is no longer kept")
             return open_group(stored)
-        names = {env.env_id: env.name for env in self._store.envs()}
+        names = {env.env_id: env.name for env in self._store.read(runs.read_envs)}
         older, newer = self._browser.neighbours(group_id)
         summary = found[0]
         env = names.get(summary.env_id, "none") if summary.env_id is not None else "none"

@@ -36,7 +36,7 @@ from treadle.hub.messages import MAX_DIGITS, MAX_NAME_CHARS, Refused, checked_he
 from treadle.hub.state import GONE_AFTER_S, HubState, env_status, reset
 from treadle.log import get_logger
 from treadle.net.http_protocol import FLUSHED
-from treadle.store import Batch, DamagedGroups
+from treadle.store import Batch, DamagedGroups, groups, runs
 from treadle.wire.groups import ScoredGroup
 from treadle.wire.hub import (
     BatchInfo,
@@ -173,7 +173,7 @@ class AtroposRoutes:
         hub = self._hub
         env = await read_message(request, ENV_DECODER)
         await hub.settled()
-        run, num_envs, _ = hub.store.admission_facts()
+        run, num_envs, _ = hub.store.read(runs.admission_facts)
         if run.trainer is None or not run.started:
             return json_answer({"status": "wait for trainer to start"})
         if num_envs >= MAX_ENVS:
@@ -182,7 +182,9 @@ class AtroposRoutes:
         resume = request.headers.get("treadle-resume") == "1"
         async with hub.registering:
             registered = await asyncio.wrap_future(
-                hub.store.register_env(env, resume=resume, idle_s=hub.presence.idle_s, gone_after_s=GONE_AFTER_S)
+                hub.store.write(
+                    runs.register_env, env, resume=resume, idle_s=hub.presence.idle_s, gone_after_s=GONE_AFTER_S
+                )
             )
             hub.presence.mark(registered.env_id)
         log.info("env_registered", name=registered.name, groups_accepted=registered.groups_accepted)
@@ -204,17 +206,17 @@ class AtroposRoutes:
 
     async def disconnect_env(self, request: Request) -> Response:
         body = await read_message(request, ENV_ID_DECODER)
-        if await asyncio.wrap_future(self._hub.store.disconnect_env(body.env_id)):
+        if await asyncio.wrap_future(self._hub.store.write(runs.disconnect_env, body.env_id)):
             return json_answer(Disconnected(status="success"))
         return json_answer(Disconnected(status="failure", error=f"no environment has the id {body.env_id}"))
 
     async def wandb_info(self, _: Request) -> Response:
-        trainer = self._hub.store.run_state().trainer
+        trainer = self._hub.store.read(runs.read_run).trainer
         group, project = (trainer.wandb_group, trainer.wandb_project) if trainer else (None, None)
         return json_answer(TrackerInfo(group=group, project=project))
 
     async def info(self, _: Request) -> Response:
-        trainer = self._hub.store.run_state().trainer
+        trainer = self._hub.store.read(runs.read_run).trainer
         sizes = (trainer.batch_size, trainer.max_token_len) if trainer else (UNSET, UNSET)
         return json_answer(BatchInfo(batch_size=sizes[0], max_token_len=sizes[1]))
 
@@ -244,7 +246,7 @@ class AtroposRoutes:
         batch is given back and comes again before any other.
         """
         await self._hub.settled()
-        if self._hub.store.run_state().trainer is None:
+        if self._hub.store.read(runs.read_run).trainer is None:
             message = "Trainer not registered. Call /register first."
             return json_answer(TakenBatch(status="error", message=message, batch=[]))
         batch = await self._take()
@@ -297,7 +299,7 @@ class AtroposRoutes:
         self._hub.batch_signal.ring()
 
     async def latest_example(self, _: Request) -> Response:
-        latest = await asyncio.to_thread(self._hub.store.latest_payload)  # may be tens of megabytes
+        latest = await asyncio.to_thread(self._hub.store.read, groups.latest_payload)  # may be tens of megabytes
         return json_answer(NOTHING_YET) if latest is None else raw_json(await stored_json(*latest))
 
     async def reset_data(self, _: Request) -> Response:
@@ -309,19 +311,21 @@ class AtroposRoutes:
     async def status(self, _: Request) -> Response:
         await self._hub.settled()
         store = self._hub.store
-        queued = store.counts().queued.groups
-        return json_answer(Progress(current_step=store.run_state().current_step, queue_size=queued))
+        queued = store.read(groups.counts).queued.groups
+        return json_answer(Progress(current_step=store.read(runs.read_run).current_step, queue_size=queued))
 
     async def status_env(self, request: Request) -> Response:
         """The id comes in a JSON body, as Atropos' environments send it, or as ?env_id=."""
         env_id = await self._asked_env_id(request)
         await self._hub.settled()
         store = self._hub.store
-        env = store.env(env_id)
+        env = store.read(runs.read_env, env_id)
         if env is None:
             raise Refused(404, f"no environment has the id {env_id}")
         self._hub.presence.mark(env_id)
-        return json_answer(env_status(env, store.envs(), store.env_load(env_id), store.run_state()))
+        return json_answer(
+            env_status(env, store.read(runs.read_envs), store.read(groups.env_load, env_id), store.read(runs.read_run))
+        )
 
     async def _asked_env_id(self, request: Request) -> int:
         asked = request.query_params.get("env_id")

@@ -51,6 +51,7 @@ from treadle.store import (
     StaleToken,
     StorageFailed,
     StoreRefusal,
+    runs,
 )
 from treadle.wire import binary
 from treadle.wire.groups import ATROPOS_KEYS
@@ -361,11 +362,11 @@ def count_odd_groups(hub: HubState, groups: Sequence[NewGroup]) -> tuple[int, in
     """
     if all(group.env_id is None for group in groups):
         return 0, 0
-    sizes: dict[int | None, int] = {env.env_id: env.group_size for env in hub.store.envs()}
+    sizes: dict[int | None, int] = {env.env_id: env.group_size for env in hub.store.read(runs.read_envs)}
     odd = [group for group in groups if group.env_id is not None and group.size != sizes.get(group.env_id)]
     if not odd:
         return 0, 0
     owner = odd[-1].env_id
-    queued = hub.store.queued_sizes()
+    queued = hub.store.read(groups.queued_sizes)
     waiting = [size * num for (env_id, size), num in queued.items() if env_id == owner and size != sizes.get(env_id)]
     return len(odd), sum(waiting)

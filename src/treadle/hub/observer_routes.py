@@ -33,7 +33,7 @@ from treadle.hub.messages import MAX_DIGITS, Refused, whole_number
 from treadle.hub.state import BatchSignal, HubState
 from treadle.net import exposition
 from treadle.net.access import why_refused
-from treadle.store import Event, Store
+from treadle.store import Event, Store, runs
 from treadle.watch.stacks import write_stacks
 from treadle.watch.watchdog import ProcessFacts, report_of
 from treadle.wire.hub import Processes, ProcessReport, ProcessStanding, ReportTaken
@@ -92,7 +92,7 @@ class EventStream:
         """Everything after `last_id`; None: what is new from now on. Ends when the hub stops."""
         self.num_readers += 1
         try:
-            oldest, newest = self._store.event_ends()
+            oldest, newest = self._store.read(runs.event_ends)
             seen = newest if last_id is None else last_id
             yield b"retry: %d\n\n" % RETRY_MS
             if seen > newest:  # from another queue, whose ids went further
@@ -100,7 +100,7 @@ class EventStream:
                 seen = oldest - 1
             while True:
                 rung = self._signal.listen()
-                page = self._store.events_after(seen, PAGE)
+                page = self._store.read(runs.events_after, seen, PAGE)
                 if page:
                     if page[0].id > seen + 1:  # ids have no holes: those between are no longer kept
                         yield _gap(page[0].id)
@@ -202,7 +202,7 @@ class ObserverRoutes:
         if why is not None:
             raise Refused(403, f"a report of the kind {report.kind!r}: {why}", reason="not_allowed")
         env_id = report.env_id if report.kind == "env" else None
-        if env_id is not None and any(env.env_id == env_id for env in hub.store.envs()):
+        if env_id is not None and any(env.env_id == env_id for env in hub.store.read(runs.read_envs)):
             hub.presence.mark(env_id)  # busy, and not gone
         taken = hub.process_reports.take(report)
         if hub.process_reports.hub_is_blamed:

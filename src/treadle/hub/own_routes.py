@@ -32,8 +32,7 @@ from treadle.hub.endpoint import (
 from treadle.hub.messages import MAX_DIGITS, Refused, unprocessable, whole_number
 from treadle.hub.state import HubState, batch_share, explain, reset, why_no_batch
 from treadle.log import get_logger
-from treadle.store import Batch, DamagedGroups, StoredGroup
-from treadle.store.browse import content_of
+from treadle.store import Batch, DamagedGroups, StoredGroup, groups, runs
 from treadle.wire import binary
 from treadle.wire.hub import (
     Acknowledged,
@@ -145,7 +144,7 @@ class OwnRoutes:
 
     def _refuse_far_step(self, step: int) -> None:
         """Steps are begun in order. One far ahead would make every later policy version and step acceptable."""
-        run, _, newest = self._hub.store.admission_facts()
+        run, _, newest = self._hub.store.read(runs.admission_facts)
         if run.trainer is not None and step > newest + 1:
             msg = f"the newest step is {newest}: lease at most step {newest + 1}"
             raise unprocessable("less_than_equal", ("step",), msg, step)
@@ -210,7 +209,7 @@ class OwnRoutes:
 
     async def dead_letters(self, _: Request) -> Response:
         """The newest first."""
-        return json_answer(DeadLetters(dead_letters=self._hub.store.dead_groups()))
+        return json_answer(DeadLetters(dead_letters=self._hub.store.read(groups.dead_groups)))
 
     async def explain(self, _: Request) -> Response:
         return json_answer(Explanation(reason=explain(self._hub)))
@@ -218,7 +217,7 @@ class OwnRoutes:
     async def status(self, _: Request) -> Response:
         hub = self._hub
         await hub.settled()
-        run, counts = hub.store.run_state(), hub.store.counts()
+        run, counts = hub.store.read(runs.read_run), hub.store.read(groups.counts)
         envs = [
             EnvStatus(
                 env_id=env.env_id,
@@ -229,7 +228,7 @@ class OwnRoutes:
                 groups_accepted=env.groups_accepted,
                 idle_s=round(hub.presence.idle_s(env.env_id), 3),
             )
-            for env in hub.store.envs()
+            for env in hub.store.read(runs.read_envs)
         ]
         return json_answer(
             HubStatus(
@@ -253,12 +252,12 @@ class OwnRoutes:
         hub = self._hub
         env_id = whole_number(request.path_params["env_id"])
         await hub.settled()
-        envs = hub.store.envs()
+        envs = hub.store.read(runs.read_envs)
         asking = next((env for env in envs if env.env_id == env_id), None)
         if asking is None:
             raise Refused(404, f"no environment has the id {request.path_params['env_id'][:100]}")
         hub.presence.mark(asking.env_id)
-        run = hub.store.run_state()
+        run = hub.store.read(runs.read_run)
         present = [env for env in envs if env is asking or (env.connected and hub.presence.is_alive(env.env_id))]
         return json_answer(
             EnvStanding(
@@ -267,7 +266,7 @@ class OwnRoutes:
                 batch_size=max(0, run.trainer.batch_size) if run.trainer else 0,
                 untrained_sequences=sum(
                     tally.sequences
-                    for (state, owner), tally in hub.store.tallies().items()
+                    for (state, owner), tally in hub.store.read(groups.tallies).items()
                     if owner == asking.env_id and state in ("queued", "leased")
                 ),
                 trainer_waits=hub.batch_signal.somebody_waits,
@@ -281,7 +280,7 @@ class OwnRoutes:
         return json_answer(WasReset(status="reset"))
 
     async def healthz(self, _: Request) -> Response:
-        self._hub.store.run_state()  # a hub that cannot read its queue is not well
+        self._hub.store.read(runs.read_run)  # a hub that cannot read its queue is not well
         if failure := self._hub.store.failure:
             raise Refused(503, failure)
         return json_answer(Health(status="ok"))
@@ -326,7 +325,7 @@ async def _group_json(group: StoredGroup, weight: float) -> bytes:
 
 
 def lease_binary(batch: Batch, lease_s: float, max_age: int | None) -> bytes:
-    stored = [content_of(group, _weight(group, batch.step, max_age)) for group in batch.groups]
+    stored = [group.content(_weight(group, batch.step, max_age)) for group in batch.groups]
     packed = binary.BinaryBatch(step=batch.step, token=batch.token, lease_s=lease_s, groups=stored)
     return binary.pack_answer(binary.BinaryAnswer(batch=packed))
 

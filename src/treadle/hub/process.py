@@ -30,7 +30,7 @@ from treadle.net.access import Access, Guard
 from treadle.net.connections import HttpLimits
 from treadle.net.listening import take_port
 from treadle.net.server import serve_until_stopped
-from treadle.store import StorageFailed, Store, set_aside
+from treadle.store import StorageFailed, Store, groups, runs, set_aside
 from treadle.watch.waits import Waits
 from treadle.watch.watchdog import Watchdog
 
@@ -48,7 +48,7 @@ def build_app(store: Store, config: HubConfig, clock: Clock = time.monotonic) ->
 def app_of(hub: HubState, access: Access, pages: Sequence[Page] = (), on_loop: OnLoop = lambda _: None) -> Guard:
     """`on_loop` is called with the event loop, once it runs."""
     event_stream = EventStream(hub.store, hub.batch_signal)
-    hub.metrics.after_event = hub.store.event_ends()[1]
+    hub.metrics.after_event = hub.store.read(runs.event_ends)[1]
     hub.store.commit_watchers.append(hub.metrics.commit)
 
     @contextlib.asynccontextmanager
@@ -140,7 +140,7 @@ def _stop_soon() -> None:
 
 def _tell_what_was_there(store: Store) -> None:
     """Whoever starts a new run on an old file should know it."""
-    counts, run = store.counts(), store.run_state()
+    counts, run = store.read(groups.counts), store.read(runs.read_run)
     if counts.accepted_groups:
         log.info(
             "continuing",

@@ -20,7 +20,7 @@ from treadle.hub.messages import GroupRules
 from treadle.hub.metrics import Metrics
 from treadle.hub.validation_workers import ValidationWorkers
 from treadle.log import get_logger
-from treadle.store import EnvLoad, EnvRecord, LeaseTerms, Limits, RunState, Store
+from treadle.store import EnvLoad, EnvRecord, LeaseTerms, Limits, RunState, Store, batches, groups, runs
 from treadle.watch.describe import ENDED, cleaned, describe_problems, describe_wait, describe_work
 from treadle.watch.watchdog import ProcessFacts, report_of
 from treadle.wire.hub import ProcessReport, ProcessStanding, ReportTaken
@@ -233,7 +233,7 @@ class HubState:
 
     def rules(self) -> GroupRules:
         """GroupRules for groups that arrive now."""
-        run, num_envs, newest_step = self.store.admission_facts()
+        run, num_envs, newest_step = self.store.read(runs.admission_facts)
         trainer, needs_version = run.trainer, self.config.unversioned == "refuse"
         if trainer is None:
             return GroupRules(
@@ -255,7 +255,7 @@ class HubState:
 
 
 async def reset(hub: HubState) -> None:
-    await asyncio.wrap_future(hub.store.reset())
+    await asyncio.wrap_future(hub.store.write(runs.reset))
     hub.presence.forget()
     hub.process_reports.clear()
     hub.metrics.forget_envs()
@@ -329,15 +329,15 @@ def explain(hub: HubState) -> str:
 def why_no_batch(hub: HubState) -> str:
     """The same for as long as nothing happens."""
     store = hub.store
-    trainer = store.run_state().trainer
+    trainer = store.read(runs.read_run).trainer
     if trainer is None:
         return "no trainer has registered, so the size of a batch is not known"
-    planned = store.plan(trainer.batch_size, hub.terms)
+    planned = store.read(batches.plan_next, trainer.batch_size, hub.terms)
     if planned.ids is not None:
         return "a batch is ready and waits for the trainer"
-    leased = store.counts().leased.groups
+    leased = store.read(groups.counts).leased.groups
     held = f"; {leased} more are in batches that were given out" if leased else ""
-    envs = [env for env in store.envs() if env.connected]
+    envs = [env for env in store.read(runs.read_envs) if env.connected]
     silent = [env.name for env in envs if not hub.presence.is_alive(env.env_id)]
     reason = f"{planned.reason}{held}; {len(envs)} environment{'' if len(envs) == 1 else 's'} registered"
     reason += "".join(

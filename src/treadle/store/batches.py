@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from treadle.faults import reach
 from treadle.store import groups, runs
-from treadle.store.records import BatchPruned, HeldByAnother, Lane, Lease, LeaseTerms, StaleToken, Waiting
+from treadle.store.records import BatchPruned, HeldByAnother, Lane, Lease, LeaseTerms, Plan, StaleToken, Waiting
 from treadle.wire.hub import RegisterTrainer
 
 # A trainer that resumes goes back to its last checkpoint, or to the one before when that is damaged.
@@ -56,7 +56,7 @@ def lease(db: sqlite3.Connection, step: int, holder: str, terms: LeaseTerms, mom
     if state.trainer is None:
         return None
     if not state.started:
-        runs.mark_started(db)
+        runs.set_started(db, True)
     record = _find(db, step)
     if record is not None and record.holder != holder and record.is_held(moment):
         raise HeldByAnother(f"step {step} is leased by '{record.holder}'")
@@ -84,7 +84,7 @@ def take(db: sqlite3.Connection, terms: LeaseTerms, moment: Moment) -> Lease | N
     if state.trainer is None:
         return None
     if not state.started:
-        runs.mark_started(db)
+        runs.set_started(db, True)
     while (record := _next_to_take(db, state.trainer.batch_size, state.current_step, terms, moment)) is not None:
         if record.deliveries < terms.max_deliveries:
             return _lease_to(db, record, TAKER, terms, moment)
@@ -142,14 +142,6 @@ def ack(db: sqlite3.Connection, step: int, token: str, keep_trained_bytes: int) 
         _finish(db, record, trainer, keep_trained_bytes)
 
 
-def finish_up_to(db: sqlite3.Connection, step: int, trainer: RegisterTrainer) -> None:
-    """Mark the steps in the checkpoint of a resuming trainer as trained, also those that it could not acknowledge."""
-    for (open_step,) in db.execute("SELECT step FROM batches WHERE state = 'open' AND step <= ?", (step,)).fetchall():
-        record = _find(db, open_step)
-        if record is not None:
-            _finish(db, record, trainer, 2**62)
-
-
 def nack(db: sqlite3.Connection, step: int, token: str, reason: str, max_deliveries: int, counts: bool) -> bool:
     """Give the batch back: it is delivered again, or dead-lettered after too many deliveries (then True).
 
@@ -167,7 +159,30 @@ def nack(db: sqlite3.Connection, step: int, token: str, reason: str, max_deliver
     return False
 
 
-def release_holder(db: sqlite3.Connection, holder: str) -> None:
+def register_trainer(db: sqlite3.Connection, trainer: RegisterTrainer, holder: str | None, moment: Moment) -> None:
+    """Bring the batches in line with a trainer that registers; without a holder it is an Atropos trainer.
+
+    The steps in the checkpoint that it resumes from are trained, also those that it could not acknowledge. Untrained
+    batches of another size are requeued. For an Atropos trainer so are batches without a live holder: it counts steps
+    from 0 again, and would reach a batch that was returned at step 500 only at its own step 500. The groups keep their
+    places in the queue.
+    """
+    runs.register_trainer(db, trainer)
+    for record in _open_records(db, up_to_step=trainer.starting_step):
+        _finish(db, record, trainer, 2**62)
+    has_size = trainer.batch_size > 0  # else nothing can be trained, and nothing is known of what will fit
+    for record in _open_records(db):
+        if has_size and groups.num_sequences(db, record.group_ids) != trainer.batch_size:
+            _dissolve(db, record, "the trainer registered another batch size")
+        elif holder is None and (record.holder == TAKER or not record.is_held(moment)):
+            _dissolve(db, record, "another trainer registered")
+    if has_size:
+        groups.drop_oversize(db, trainer.batch_size, trainer.starting_step)
+    if holder is not None:
+        _release_holder(db, holder)
+
+
+def _release_holder(db: sqlite3.Connection, holder: str) -> None:
     """Release the leases of a trainer that registers again; the tokens of its previous process become stale.
 
     The delivery counts only for the oldest batch, which it was training and which may have ended the process. Batches
@@ -181,41 +196,22 @@ def release_holder(db: sqlite3.Connection, holder: str) -> None:
     _release(db, "holder = ?", holder)
 
 
-def dissolve_other_sizes(db: sqlite3.Connection, batch_size: int) -> None:
-    """Requeue untrained batches of another size than the trainer registered."""
-    for record in _open_records(db):
-        if groups.num_sequences(db, record.group_ids) != batch_size:
-            _dissolve(db, record, "the trainer registered another batch size")
-
-
-def dissolve_unheld(db: sqlite3.Connection, moment: Moment) -> None:
-    """Requeue batches without a live holder when an Atropos trainer registers: it counts steps from 0 again, and would
-    reach a batch that was returned at step 500 only at its own step 500. The groups keep their places in the queue."""
-    for record in _open_records(db):
-        if record.holder == TAKER or not record.is_held(moment):
-            _dissolve(db, record, "another trainer registered")
-
-
-def _dissolve(db: sqlite3.Connection, record: _Record, reason: str) -> None:
-    groups.move(db, record.group_ids, "queued")
-    _forget(db, record, reason)
-
-
 def set_damaged_aside(db: sqlite3.Connection, lease: Lease, damaged: Sequence[int]) -> None:
-    """Content that rotted on the disk is set aside; the other groups of its batch wait again, in their old places.
+    """Set damaged groups aside; the other groups of the batch are queued again, in their old places.
 
-    Where the step was trained before and is only repeated, the others did their work and stay trained.
+    If the step was trained before and is only repeated, the others stay trained.
     """
     record = _find(db, lease.step)
     if record is None or record.token != lease.token:
         raise StaleToken(f"the lease of step {lease.step} is no longer yours")
+    _dissolve(db, record, "damaged")
+    groups.set_aside(db, json.dumps(damaged), "dead", record.step, "damaged")
+
+
+def _dissolve(db: sqlite3.Connection, record: _Record, reason: str) -> None:
+    """Delete the record; the groups are queued again unless they are trained."""
     if record.state == "open":
         groups.move(db, record.group_ids, "queued")
-    groups.set_aside(db, _ids(damaged), "dead", record.step, "damaged")
-    _forget(db, record, "damaged")
-
-
-def _forget(db: sqlite3.Connection, record: _Record, reason: str) -> None:
     db.execute("DELETE FROM batches WHERE id = ?", (record.id,))
     runs.add_event(db, "dissolved", step=record.step, reason=reason)
 
@@ -243,7 +239,7 @@ def _held_under(db: sqlite3.Connection, step: int, token: str) -> _Record:
     return record
 
 
-def lanes(db: sqlite3.Connection, batch_size: int, is_alive: Callable[[int], bool]) -> list[Lane]:
+def _lanes(db: sqlite3.Connection, batch_size: int, is_alive: Callable[[int], bool]) -> list[Lane]:
     """The queue as the choice sees it: of each environment and size, as many of the oldest as a batch can use.
 
     That is enough for any exact choice, and it is a bounded number however long the queue is.
@@ -262,7 +258,7 @@ def lanes(db: sqlite3.Connection, batch_size: int, is_alive: Callable[[int], boo
         for env_id, by_size in sizes.items()
     }
     known = {env.env_id: env for env in runs.read_envs(db)}
-    tags: dict[str, float] = dict(db.execute("SELECT env, tag FROM lanes").fetchall())
+    tags = {groups.env_id_of(name): tag for name, tag in db.execute("SELECT env, tag FROM lanes")}
     made = []
     for env_id in {*waiting, *(env_id for env_id, env in known.items() if env.connected)}:
         env = None if env_id is None else known.get(env_id)
@@ -273,7 +269,7 @@ def lanes(db: sqlite3.Connection, batch_size: int, is_alive: Callable[[int], boo
                 sizes=sizes.get(env_id, {}),
                 name=env.name if env else "posts without an environment",
                 weight=env.weight if env else 1.0,
-                tag=tags.get(_lane_name(env_id), 0.0),
+                tag=tags.get(env_id, 0.0),
                 minimum=(env.min_batch_allocation or 0.0) if env and env.connected else 0.0,
                 is_alive=env is not None and env.connected and is_alive(env.env_id),
                 group_size=env.group_size if env and env.connected else 0,
@@ -282,8 +278,9 @@ def lanes(db: sqlite3.Connection, batch_size: int, is_alive: Callable[[int], boo
     return sorted(made, key=lambda lane: -1 if lane.env_id is None else lane.env_id)
 
 
-def _lane_name(env_id: int | None) -> str:
-    return "none" if env_id is None else str(env_id)
+def plan_next(db: sqlite3.Connection, batch_size: int, terms: LeaseTerms) -> Plan:
+    """The next batch, or why there is none. Changes nothing."""
+    return terms.plan(_lanes(db, batch_size, terms.is_alive), batch_size)
 
 
 def _choose(db: sqlite3.Connection, step: int, batch_size: int, terms: LeaseTerms) -> list[int] | None:
@@ -291,26 +288,23 @@ def _choose(db: sqlite3.Connection, step: int, batch_size: int, terms: LeaseTerm
         return None
     if terms.drop_older_than is not None:  # the trainer of step s is at version s - 1
         groups.drop_stale(db, step - 1 - terms.drop_older_than, step)
-    if groups.queued(db).sequences < batch_size:  # the usual case of a trainer that waits, answered at once
+    if groups.counts(db).queued.sequences < batch_size:  # the usual case of a trainer that waits, answered at once
         return None
-    plan = terms.plan(lanes(db, batch_size, terms.is_alive), batch_size)
+    plan = plan_next(db, batch_size, terms)
     if plan.misfits:
-        groups.set_aside(db, _ids(plan.misfits), "dropped", step, "never_fits")
+        groups.set_aside(db, json.dumps(plan.misfits), "dropped", step, "never_fits")
     if plan.ids is not None:
         db.execute("DELETE FROM lanes")  # environments that are not written again have no debt
-        db.executemany("INSERT INTO lanes VALUES (?, ?)", [(_lane_name(env), tag) for env, tag in plan.tags.items()])
+        tags = [("none" if env_id is None else str(env_id), tag) for env_id, tag in plan.tags.items()]
+        db.executemany("INSERT INTO lanes VALUES (?, ?)", tags)
         for name, why in plan.waived.items():
             runs.add_event(db, "minimum_waived", step=step, env=name, reason=why)
     return plan.ids
 
 
-def _ids(chosen: Sequence[int]) -> str:
-    return json.dumps(list(chosen), separators=(",", ":"))
-
-
 def _insert(db: sqlite3.Connection, step: int, chosen: list[int]) -> _Record:
     reach("store:forming")
-    group_ids = _ids(chosen)
+    group_ids = json.dumps(chosen, separators=(",", ":"))
     db.execute("INSERT INTO batches (step, group_ids, formed_at) VALUES (?, ?, ?)", (step, group_ids, time.time()))
     groups.move(db, group_ids, "leased")
     runs.add_event(db, "formed", step=step, groups=len(chosen))
@@ -327,7 +321,8 @@ def _finish(db: sqlite3.Connection, record: _Record, trainer: RegisterTrainer, k
         (record.id,),
     )
     groups.move(db, record.group_ids, "trained")
-    runs.reach_step(db, record.step)
+    # Batches may be acknowledged out of order; only a trainer that registers can go back.
+    db.execute("UPDATE run SET current_step = max(current_step, ?)", (record.step,))
     runs.add_event(db, "trained", step=record.step)
     _prune(db, record.step, trainer.save_checkpoint_interval, keep_trained_bytes)
 

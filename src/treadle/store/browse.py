@@ -48,6 +48,17 @@ _COLUMNS = (
     " g.aside_reason, g.metrics, f.score, f.score_low, f.score_high, f.shortest, f.longest, f.prompt,"
     " CASE WHEN g.state IN ('leased', 'trained') THEN p.step ELSE g.aside_step END"
 )
+_CONDITIONS = {
+    "step": "g.id IN (SELECT id FROM places WHERE step = ?)",
+    "env_id": "g.env_id = ?",
+    "state": "g.state = ?",
+    "version": "g.policy_version = ?",
+    "score_from": "f.score >= ?",
+    "score_to": "f.score <= ?",
+    "length_from": "f.longest >= ?",
+    "length_to": "f.longest <= ?",
+    "before": "g.id < ?",
+}  # by the field of Wanted
 _FROM = "FROM hub.groups AS g LEFT JOIN facts AS f ON f.id = g.id LEFT JOIN places AS p ON p.id = g.id"
 
 
@@ -138,14 +149,19 @@ class Browser:
 
     def find(self, wanted: Wanted, limit: int) -> list[GroupSummary]:
         """The newest first."""
-        conditions, values = _conditions(wanted)
-        where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
+        asked = {sql: getattr(wanted, name) for name, sql in _CONDITIONS.items() if getattr(wanted, name) is not None}
+        where = f"WHERE {' AND '.join(asked)}" if asked else ""
         with self._lock:
             rows = self._db.execute(
                 f"SELECT {_COLUMNS} {_FROM} {where} ORDER BY g.id DESC LIMIT ?",
-                (*values, limit),
+                (*asked.values(), limit),
             ).fetchall()
-        return [_summary(row) for row in rows]
+        summaries = []
+        for row in rows:
+            values = dict(zip(GroupSummary.__struct_fields__, row, strict=True))
+            values["metrics"] = None if values["metrics"] is None else msgspec.Raw(values["metrics"])
+            summaries.append(GroupSummary(**values))
+        return summaries
 
     def neighbours(self, group_id: int) -> tuple[int | None, int | None]:
         """The groups that arrived before and after this one."""
@@ -160,7 +176,7 @@ class Browser:
     def contents(self, ids: Sequence[int]) -> dict[int, StoredGroup]:
         """Of those that are still kept and undamaged."""
         with self._lock:
-            return _contents(self._db, ids)
+            return {id: stored for id in ids if (stored := groups.read_checked(self._db, id)) is not None}
 
     def latest_events(self, kinds: Sequence[str]) -> dict[str, StepEvent]:
         """The last event of each kind that is kept, and its step."""
@@ -177,7 +193,7 @@ class Browser:
 
     def reach(self) -> Reach:
         with self._lock:
-            low, high, *_ = _reach(self._db)
+            low, high = self._db.execute("SELECT low, high FROM reach").fetchone()
             (num_groups,) = self._db.execute("SELECT count(*) FROM hub.groups").fetchone()
             return Reach(num_groups=num_groups, num_known=max(0, high - low + 1) if num_groups else 0)
 
@@ -195,19 +211,6 @@ class Browser:
                 self._db.execute("ROLLBACK")
                 raise
         return num_learned
-
-
-def content_of(stored: StoredGroup, weight: float = 1.0) -> binary.StoredForm:
-    """`binary.from_stored(content_of(stored))` is the group as it was posted."""
-    is_json = stored.format == "json"
-    return binary.StoredForm(
-        json=stored.payload if is_json else None,
-        binary=None if is_json else stored.payload,
-        policy_version=stored.policy_version,
-        item=stored.item,
-        metrics=stored.metrics,
-        weight=weight,
-    )
 
 
 def _connect(facts_file: Path, queue: Path) -> sqlite3.Connection:
@@ -229,35 +232,8 @@ def _connect(facts_file: Path, queue: Path) -> sqlite3.Connection:
     return db
 
 
-def _conditions(wanted: Wanted) -> tuple[list[str], list[Any]]:
-    pairs: list[tuple[str, Any]] = [
-        ("g.id IN (SELECT id FROM places WHERE step = ?)", wanted.step),
-        ("g.env_id = ?", wanted.env_id),
-        ("g.state = ?", wanted.state),
-        ("g.policy_version = ?", wanted.version),
-        ("f.score >= ?", wanted.score_from),
-        ("f.score <= ?", wanted.score_to),
-        ("f.longest >= ?", wanted.length_from),
-        ("f.longest <= ?", wanted.length_to),
-        ("g.id < ?", wanted.before),
-    ]
-    asked = [(condition, value) for condition, value in pairs if value is not None]
-    return [condition for condition, _ in asked], [value for _, value in asked]
-
-
-def _summary(row: tuple[Any, ...]) -> GroupSummary:
-    values = dict(zip(GroupSummary.__struct_fields__, row, strict=True))
-    values["metrics"] = None if values["metrics"] is None else msgspec.Raw(values["metrics"])
-    return GroupSummary(**values)
-
-
-def _reach(db: sqlite3.Connection) -> tuple[int, int, float, int]:
-    low, high, mark, batch = db.execute("SELECT low, high, mark, batch FROM reach").fetchone()
-    return low, high, mark, batch
-
-
 def _learn(db: sqlite3.Connection, limit: int) -> int:
-    low, high, mark, batch = _reach(db)
+    low, high, mark, batch = db.execute("SELECT low, high, mark, batch FROM reach").fetchone()
     found = db.execute("SELECT received_at FROM hub.groups WHERE id = ?", (high,)).fetchone()
     if high >= low and (found is None or found[0] != mark):  # the queue was reset, or is another file
         db.execute("DELETE FROM facts")
@@ -274,8 +250,10 @@ def _learn(db: sqlite3.Connection, limit: int) -> int:
     ).fetchall()
     low = backwards[-1][0] if backwards else low
     ids += [id for (id,) in backwards]
-    for id, stored in _contents(db, ids).items():
-        db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?, ?, ?, ?, ?, ?)", (id, *_facts(stored)))
+    for id in ids:
+        stored = groups.read_checked(db, id)
+        if stored is not None:
+            db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?, ?, ?, ?, ?, ?)", (id, *_facts(stored)))
     found = db.execute("SELECT received_at FROM hub.groups WHERE id = ?", (high,)).fetchone()
     db.execute(
         "UPDATE reach SET low = ?, high = ?, mark = ?, batch = ?", (low, high, found[0] if found else 0.0, batch)
@@ -292,23 +270,6 @@ def _learn_places(db: sqlite3.Connection, batch: int) -> int:
         db.executemany("INSERT OR REPLACE INTO places VALUES (?, ?)", [(one, step) for one in json.loads(group_ids)])
         batch = id
     return batch
-
-
-def _contents(db: sqlite3.Connection, ids: Sequence[int]) -> dict[int, StoredGroup]:
-    stored: dict[int, StoredGroup] = {}
-    for id in ids:
-        row = db.execute(
-            "SELECT p.format, p.body, g.policy_version, g.item, g.metrics, g.received_at, g.env_id, g.size, g.crc"
-            " FROM hub.payloads AS p JOIN hub.groups AS g ON g.id = p.id WHERE p.id = ?",
-            (id,),
-        ).fetchone()
-        if row is None:
-            continue
-        format, body, version, item, metrics, received_at, env_id, size, crc = row
-        content = groups.GroupContent(body, format, env_id, size, version, item, metrics)
-        if groups.content_crc(content) == crc:
-            stored[id] = StoredGroup(id, format, body, version, item, metrics, received_at)
-    return stored
 
 
 class _Gist(msgspec.Struct):

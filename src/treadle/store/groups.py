@@ -7,7 +7,6 @@ import sqlite3
 import time
 import zlib
 from collections import Counter
-from typing import NamedTuple
 
 from treadle.store import runs
 from treadle.store.records import (
@@ -19,7 +18,6 @@ from treadle.store.records import (
     Format,
     KeyReused,
     Limits,
-    NewGroup,
     Post,
     QueueFull,
     StaleToken,
@@ -51,11 +49,14 @@ def append(db: sqlite3.Connection, post: Post, limits: Limits) -> Appended:
     if post.key is not None:
         db.execute("INSERT INTO posts VALUES (?, ?, ?)", (post.key, post.body_hash, len(post.groups)))
     for group in post.groups:
+        crc = content_crc(
+            group.payload, group.format, group.env_id, group.size, group.policy_version, group.item, group.metrics
+        )
         row = db.execute(
             "INSERT INTO groups"
             " (env_id, size, num_tokens, num_bytes, crc, policy_version, item, received_at, metrics)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (group.env_id, group.size, group.num_tokens, len(group.payload), content_crc(GroupContent.of(group)),
+            (group.env_id, group.size, group.num_tokens, len(group.payload), crc,
              group.policy_version, group.item, now, group.metrics),
         )  # fmt: skip
         db.execute("INSERT INTO payloads VALUES (?, ?, ?)", (row.lastrowid, group.format, group.payload))
@@ -69,7 +70,7 @@ def append(db: sqlite3.Connection, post: Post, limits: Limits) -> Appended:
 
 
 def _check_room(db: sqlite3.Connection, post: Post, limits: Limits) -> None:
-    waiting = queued(db)
+    waiting = counts(db).queued
     num_bytes = sum(len(group.payload) for group in post.groups)
     if waiting.groups + len(post.groups) > limits.groups:
         full = f"{waiting.groups} groups wait for the trainer; the limit is {limits.groups}"
@@ -97,22 +98,14 @@ def _is_needed(db: sqlite3.Connection, env_id: int | None, num_sequences: int) -
     return waiting < max(1, int(trainer.batch_size * min(1.0, env.min_batch_allocation or 0.0)))
 
 
-def queued(db: sqlite3.Connection) -> Tally:
-    row = db.execute(
-        "SELECT ifnull(sum(groups), 0), ifnull(sum(groups * size), 0), ifnull(sum(bytes), 0)"
-        " FROM tally WHERE state = 'queued'"
-    ).fetchone()
-    return Tally(*row)
-
-
 def queued_sizes(db: sqlite3.Connection) -> dict[Size, int]:
     """How many groups of each environment and size wait: {(0, 8): 3} is three groups of eight of environment 0."""
     rows = db.execute("SELECT env, size, groups FROM tally WHERE state = 'queued' AND groups > 0")
-    return {(_env_id(env), size): num for env, size, num in rows}
+    return {(env_id_of(env), size): num for env, size, num in rows}
 
 
-def _env_id(name: str) -> int | None:
-    """As the tally names it; a key of several columns cannot hold NULL."""
+def env_id_of(name: str) -> int | None:
+    """The environment that a primary key names: "none" stands for NULL, which a key cannot hold."""
     return None if name == "none" else int(name)
 
 
@@ -124,26 +117,9 @@ def oldest(db: sqlite3.Connection, env_id: int | None, size: int, limit: int) ->
     return [Waiting(*row) for row in rows]
 
 
-class GroupContent(NamedTuple):
-    """What the trainer gets of a group, and what the choice of a batch goes by."""
-
-    payload: bytes
-    format: Format
-    env_id: int | None
-    size: int
-    policy_version: int | None
-    item: int | None
-    metrics: bytes | None
-
-    @classmethod
-    def of(cls, group: NewGroup) -> GroupContent:
-        return cls(*(getattr(group, name) for name in cls._fields))
-
-
-def content_crc(content: GroupContent) -> int:
-    """The checksum that is stored with the group."""
-    payload, *rest = content
-    return zlib.crc32(repr(rest).encode(), zlib.crc32(payload))
+def content_crc(payload: bytes, *fields: object) -> int:
+    """The checksum that is stored with the group. The fields: format, env id, size, policy version, item, metrics."""
+    return zlib.crc32(repr(list(fields)).encode(), zlib.crc32(payload))
 
 
 def fetch(db: sqlite3.Connection, group_ids: str) -> tuple[list[StoredGroup], list[int]]:
@@ -153,11 +129,18 @@ def fetch(db: sqlite3.Connection, group_ids: str) -> tuple[list[StoredGroup], li
     try:
         for group_id in json.loads(group_ids):
             try:
-                group = _read_checked(db, group_id)
+                kept = db.execute("SELECT num_bytes FROM groups WHERE id = ?", (group_id,)).fetchone()
+                group = read_checked(db, group_id)
             except sqlite3.DatabaseError as error:
                 if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF != sqlite3.SQLITE_CORRUPT:
                     raise
-                group = None
+                kept, group = (-1,), None
+            if kept is None:
+                raise StaleToken("the hub was reset: this lease is no longer yours")
+            if kept == (0,):
+                raise BatchPruned(
+                    "the data of this step is no longer kept", fix="raise --keep-trained-bytes of the hub"
+                )
             if group is None:
                 damaged.append(group_id)
             else:
@@ -167,23 +150,20 @@ def fetch(db: sqlite3.Connection, group_ids: str) -> tuple[list[StoredGroup], li
     return stored, damaged
 
 
-def _read_checked(db: sqlite3.Connection, group_id: int) -> StoredGroup | None:
+def read_checked(db: sqlite3.Connection, group_id: int) -> StoredGroup | None:
+    """None: its content is not as it was written, or no longer kept."""
     row = db.execute(
-        "SELECT g.received_at, g.num_bytes, g.crc,"
-        " p.body, p.format, g.env_id, g.size, g.policy_version, g.item, g.metrics"
-        " FROM groups AS g LEFT JOIN payloads AS p ON p.id = g.id WHERE g.id = ?",
+        "SELECT g.received_at, g.crc, p.body, p.format, g.env_id, g.size, g.policy_version, g.item, g.metrics"
+        " FROM groups AS g JOIN payloads AS p ON p.id = g.id WHERE g.id = ?",
         (group_id,),
     ).fetchone()
     if row is None:
-        raise StaleToken("the hub was reset: this lease is no longer yours")
-    received_at, num_bytes, crc, *rest = row
-    if num_bytes == 0:
-        raise BatchPruned("the data of this step is no longer kept", fix="raise --keep-trained-bytes of the hub")
-    content = GroupContent(*rest)
-    if content.payload is None or content_crc(content) != crc:
         return None
-    tags = (content.policy_version, content.item, content.metrics)
-    return StoredGroup(group_id, content.format, content.payload, *tags, received_at)
+    received_at, crc, *content = row
+    payload, format, _, _, policy_version, item, metrics = content
+    if content_crc(*content) != crc:
+        return None
+    return StoredGroup(group_id, format, payload, policy_version, item, metrics, received_at)
 
 
 def num_sequences(db: sqlite3.Connection, group_ids: str) -> int:
@@ -201,35 +181,28 @@ def move(db: sqlite3.Connection, group_ids: str, state: str) -> None:
 
 
 def set_aside(db: sqlite3.Connection, group_ids: str, state: str, step: int, reason: str) -> None:
-    """Take groups out of the queue for good. They stay in the file, with the reason."""
+    """Take groups out of the queue permanently. They stay in the file, with the reason."""
     changed = db.execute(
         "UPDATE groups SET state = ?, aside_step = ?, aside_reason = ? WHERE id IN (SELECT value FROM json_each(?))",
         (state, step, reason, group_ids),
     )
-    _tell_aside(db, state, changed.rowcount, step, reason)
+    if changed.rowcount:
+        runs.add_event(db, state, groups=changed.rowcount, step=step, reason=reason)
 
 
 def drop_stale(db: sqlite3.Connection, oldest_version: int, step: int) -> None:
-    _drop_waiting(db, "policy_version IS NOT NULL AND policy_version < ?", oldest_version, step, "stale")
+    stale = db.execute(
+        "SELECT json_group_array(id) FROM groups"
+        " WHERE state = 'queued' AND policy_version IS NOT NULL AND policy_version < ?",
+        (oldest_version,),
+    )
+    set_aside(db, *stale.fetchone(), "dropped", step, "stale")
 
 
 def drop_oversize(db: sqlite3.Connection, batch_size: int, step: int) -> None:
-    """What waits may be larger than the batches of a trainer that registers later."""
-    _drop_waiting(db, "size > ?", batch_size, step, "oversize")
-
-
-def _drop_waiting(db: sqlite3.Connection, condition: str, value: int, step: int, reason: str) -> None:
-    changed = db.execute(
-        "UPDATE groups SET state = 'dropped', aside_step = ?, aside_reason = ?"  # noqa: S608 - a literal from above
-        f" WHERE state = 'queued' AND {condition}",
-        (step, reason, value),
-    )
-    _tell_aside(db, "dropped", changed.rowcount, step, reason)
-
-
-def _tell_aside(db: sqlite3.Connection, state: str, num_groups: int, step: int, reason: str) -> None:
-    if num_groups:
-        runs.add_event(db, state, groups=num_groups, step=step, reason=reason)
+    """Queued groups may be larger than the batches of a trainer that registers later."""
+    oversize = db.execute("SELECT json_group_array(id) FROM groups WHERE state = 'queued' AND size > ?", (batch_size,))
+    set_aside(db, *oversize.fetchone(), "dropped", step, "oversize")
 
 
 def prune(db: sqlite3.Connection, group_ids: str) -> None:
@@ -252,13 +225,7 @@ def counts(db: sqlite3.Connection) -> Counts:
 def tallies(db: sqlite3.Connection) -> dict[tuple[str, int | None], Tally]:
     """How much there is by state and environment."""
     rows = db.execute("SELECT state, env, sum(groups), sum(groups * size), sum(bytes) FROM tally GROUP BY state, env")
-    return {(state, _env_id(env)): Tally(*sums) for state, env, *sums in rows}
-
-
-def counts_aside(db: sqlite3.Connection) -> dict[tuple[int | None, str], int]:
-    """Dropped groups by environment and reason."""
-    rows = db.execute("SELECT env_id, aside_reason, count(*) FROM groups WHERE state = 'dropped' GROUP BY 1, 2")
-    return {(env_id, reason): num for env_id, reason, num in rows}
+    return {(state, env_id_of(env)): Tally(*sums) for state, env, *sums in rows}
 
 
 def oldest_waiting_at(db: sqlite3.Connection) -> float | None:
@@ -283,7 +250,7 @@ def env_load(db: sqlite3.Connection, env_id: int) -> EnvLoad:
     return EnvLoad(sequences=sequences, largest_group=largest, largest_own_group=largest_own)
 
 
-def dead_groups(db: sqlite3.Connection, limit: int) -> list[DeadLetter]:
+def dead_groups(db: sqlite3.Connection, limit: int = 1000) -> list[DeadLetter]:
     """The newest first."""
     rows = db.execute(
         "SELECT id, env_id, size, item, policy_version, aside_step, aside_reason FROM groups"
@@ -297,21 +264,18 @@ def read_figures(db: sqlite3.Connection, after_event: int) -> Figures:
     db.execute("BEGIN")
     try:
         _, newest_event = runs.event_ends(db)
+        dropped = db.execute("SELECT env_id, aside_reason, count(*) FROM groups WHERE state = 'dropped' GROUP BY 1, 2")
+        waived = db.execute(
+            "SELECT json_extract(data, '$.env') FROM events WHERE id > ? AND kind = 'minimum_waived'", (after_event,)
+        )
         return Figures(
             run=runs.read_run(db),
             envs=runs.read_envs(db),
             groups=tallies(db),
-            dropped=counts_aside(db),
+            dropped={(env_id, reason): num for env_id, reason, num in dropped},
             oldest_waiting_at=oldest_waiting_at(db),
-            waived=_waived(db, after_event),
+            waived=Counter(name for (name,) in waived),
             newest_event=newest_event,
         )
     finally:
         db.execute("COMMIT")
-
-
-def _waived(db: sqlite3.Connection, after_event: int) -> Counter[str]:
-    rows = db.execute(
-        "SELECT json_extract(data, '$.env') FROM events WHERE id > ? AND kind = 'minimum_waived'", (after_event,)
-    )
-    return Counter(name for (name,) in rows)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from treadle.errors import HubError
+from treadle.wire.binary import StoredForm
 from treadle.wire.hub import RegisterTrainer
 
 # ---- refusals
@@ -152,6 +153,18 @@ class StoredGroup:
     item: int | None
     metrics: bytes | None
     received_at: float
+
+    def content(self, weight: float = 1.0) -> StoredForm:
+        """`from_stored(stored.content())` is the group as it was posted."""
+        is_json = self.format == "json"
+        return StoredForm(
+            json=self.payload if is_json else None,
+            binary=None if is_json else self.payload,
+            policy_version=self.policy_version,
+            item=self.item,
+            metrics=self.metrics,
+            weight=weight,
+        )
 
 
 @dataclass(frozen=True, slots=True)

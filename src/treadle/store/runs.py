@@ -49,25 +49,16 @@ def register_trainer(db: sqlite3.Connection, trainer: RegisterTrainer) -> None:
     add_event(db, "trainer_registered", step=trainer.starting_step, batch_size=trainer.batch_size)
 
 
-def mark_started(db: sqlite3.Connection) -> None:
-    db.execute("UPDATE run SET started = 1")
+def set_started(db: sqlite3.Connection, started: bool) -> None:
+    """False when a hub starts: environments wait until a trainer asks for a batch."""
+    db.execute("UPDATE run SET started = ?", (started,))
 
 
-def begin_life(db: sqlite3.Connection) -> None:
-    """Mark the run as not started when a hub starts: environments wait until a trainer asks for a batch."""
-    db.execute("UPDATE run SET started = 0")
-
-
-def reach_step(db: sqlite3.Connection, step: int) -> None:
-    """Batches may be acknowledged out of order; only a trainer that registers can go back."""
-    db.execute("UPDATE run SET current_step = max(current_step, ?)", (step,))
-
-
-def latest_step(db: sqlite3.Connection) -> int:
-    """The newest step that any batch was made for: no policy can be newer than that."""
-    (current,) = db.execute("SELECT current_step FROM run").fetchone()
+def admission_facts(db: sqlite3.Connection) -> tuple[RunState, int, int]:
+    """What posts are checked against: the run, the number of environments, the newest step that has a batch."""
+    run = read_run(db)
     (formed,) = db.execute("SELECT max(step) FROM batches").fetchone()
-    return int(max(current, formed or 0))
+    return run, count_envs(db), max(run.current_step, formed or 0)
 
 
 def reset(db: sqlite3.Connection) -> None:
@@ -107,7 +98,10 @@ def register_env(
         env_id, name = returning.env_id, returning.name
     else:
         env_id = count_envs(db)
-        name = _unused_name(db, desired_name, len(namesakes))
+        taken = {name for (name,) in db.execute("SELECT name FROM envs")}
+        number = len(namesakes)
+        while (name := f"{desired_name}_{number}") in taken:  # an environment may have asked for the name `a_1` itself
+            number += 1
     db.execute(
         "INSERT INTO envs (env_id, name, desired_name, weight, group_size, max_token_length,"
         " min_batch_allocation) VALUES (?, ?, ?, ?, ?, ?, ?)"
@@ -152,14 +146,6 @@ def _env_record(row: tuple[Any, ...]) -> EnvRecord:
     return replace(record, connected=bool(record.connected))  # SQLite has no booleans
 
 
-def _unused_name(db: sqlite3.Connection, desired_name: str, k: int) -> str:
-    """Count on when the name is taken: an environment may have asked to be called `a_1` itself."""
-    taken = {name for (name,) in db.execute("SELECT name FROM envs")}
-    while f"{desired_name}_{k}" in taken:
-        k += 1
-    return f"{desired_name}_{k}"
-
-
 # ---- events
 
 
@@ -176,19 +162,8 @@ def events_after(db: sqlite3.Connection, last_id: int, limit: int) -> list[Event
     return [Event(*row) for row in rows]
 
 
-def newest_event(db: sqlite3.Connection) -> Event | None:
-    row = db.execute("SELECT id, at, kind, data FROM events ORDER BY id DESC LIMIT 1").fetchone()
-    return None if row is None else Event(*row)
-
-
-def event_time(db: sqlite3.Connection, id: int) -> float | None:
-    """When event `id` happened; None: it is not kept."""
-    row = db.execute("SELECT at FROM events WHERE id = ?", (id,)).fetchone()
-    return None if row is None else float(row[0])
-
-
 def event_ends(db: sqlite3.Connection) -> tuple[int, int]:
     """Ids of the oldest and of the newest event that is kept; (1, 0) while there is none."""
-    # As two questions: either end of the table is then found without reading what lies between.
+    # Two subqueries: SQLite then reads only the two ends of the table.
     oldest, newest = db.execute("SELECT (SELECT min(id) FROM events), (SELECT max(id) FROM events)").fetchone()
     return (1, 0) if newest is None else (oldest, newest)

@@ -137,17 +137,11 @@ def connect(path: Path) -> sqlite3.Connection:
     return db
 
 
-def use_log(db: sqlite3.Connection) -> None:
-    """Write through SQLite's log (WAL). A commit returns after fsync."""
-    db.execute("PRAGMA synchronous = FULL")
-    db.execute("PRAGMA journal_mode = WAL")
-    db.execute("PRAGMA wal_autocheckpoint = 0")  # the writer does it, when nobody waits for an answer
-
-
 def prepare(db: sqlite3.Connection, path: Path) -> None:
-    """Create the tables in a file that has none yet; refuse a file that another version wrote.
+    """Create the tables in a file that has none yet, refuse a file that another version wrote, and turn the log on.
 
-    In one transaction, and before the log is used: from then on the header of the file itself says that it is a queue.
+    The tables are created in one transaction before the log is used: the header of the file then says that it is a
+    queue. From here on changes go through SQLite's log (WAL), and a commit returns after fsync.
     """
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if version not in (0, SCHEMA_VERSION):
@@ -156,15 +150,18 @@ def prepare(db: sqlite3.Connection, path: Path) -> None:
             f"{path} has schema version {version}; this release reads version {SCHEMA_VERSION}",
             fix=f"finish the run with the {age} release that wrote it, or choose another file with --database",
         )
-    if version == SCHEMA_VERSION:
-        return
-    db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-    db.execute("PRAGMA synchronous = OFF")  # turning the log on syncs the file
-    db.executescript(
-        f"BEGIN IMMEDIATE; PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION}; {_TABLES}"
-    )
-    db.execute("INSERT INTO identity VALUES (?)", (uuid4().hex,))
-    db.execute("COMMIT")
+    if version == 0:
+        db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        db.execute("PRAGMA synchronous = OFF")  # turning the log on syncs the file
+        db.executescript(
+            f"BEGIN IMMEDIATE; PRAGMA application_id = {APPLICATION_ID};"
+            f" PRAGMA user_version = {SCHEMA_VERSION}; {_TABLES}"
+        )
+        db.execute("INSERT INTO identity VALUES (?)", (uuid4().hex,))
+        db.execute("COMMIT")
+    db.execute("PRAGMA synchronous = FULL")
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA wal_autocheckpoint = 0")  # the writer does it, when nobody waits for an answer
 
 
 def find_damage(db: sqlite3.Connection) -> str | None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Concatenate, ParamSpec, Self, TypeVar
 
 from treadle.errors import ConfigError, DiskFull, UserError
 from treadle.log import get_logger
@@ -19,26 +19,19 @@ from treadle.store.file import QueueFile, QueueProgress, noted_progress, refuse_
 from treadle.store.records import (
     Appended,
     Batch,
-    Counts,
     DamagedGroups,
-    EnvLoad,
-    EnvRecord,
-    Event,
     Figures,
-    Format,
     Lease,
     LeaseTerms,
     Limits,
-    Plan,
     Post,
-    RunState,
-    Tally,
 )
 from treadle.store.writer import DISK_PATIENCE_S, CommitWatcher, GroupCommitWriter
 from treadle.watch.waits import Waits
-from treadle.wire.hub import DeadLetter, RegisterEnv, RegisterTrainer
+from treadle.wire.hub import RegisterTrainer
 
 T = TypeVar("T")
+P = ParamSpec("P")
 Clock = Callable[[], float]
 log = get_logger("store")
 
@@ -46,8 +39,8 @@ log = get_logger("store")
 class Store:
     """The durable queue.
 
-    A verb that changes something returns a future; when it has resolved, the change is on disk. A verb that
-    only looks returns at once with what was last committed.
+    A method that changes something returns a future; when it has resolved, the change is on disk. Reads return what
+    was last committed. The functions of runs, groups and batches are called through `read` and `write`:
 
         with Store.open(Path("hub.sqlite")) as store:
             store.register_trainer(registration).result()
@@ -55,6 +48,8 @@ class Store:
             lease = store.lease(step=1, holder="trainer", terms=terms).result()
             batch = store.batch_of(lease)
             store.ack(step=1, token=lease.token).result()
+            store.read(groups.counts).trained.groups
+            store.write(runs.reset).result()
     """
 
     def __init__(
@@ -104,9 +99,8 @@ class Store:
                 opened.callback(writing.close)
                 opened.callback(file.keep_log)  # what is refused is left as it is
                 schema.prepare(writing, file.path)
-                schema.use_log(writing)
                 _refuse_damaged(file.path, writing)
-                runs.begin_life(writing)
+                runs.set_started(writing, False)
                 writing.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # log of a hub that was killed repeatedly
             except sqlite3.DatabaseError as error:
                 raise _unreadable(file.path, error) from error
@@ -150,6 +144,12 @@ class Store:
 
     # ---- changes
 
+    def write(
+        self, change: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **options: P.kwargs
+    ) -> Future[T]:
+        """`write(runs.disconnect_env, 3)`. The change may run twice, so it must change nothing but the database."""
+        return self._writer.submit(lambda db: change(db, *args, **options))
+
     def append(self, post: Post, limits: Limits) -> Future[Appended]:
         num_bytes = sum(len(group.payload) for group in post.groups)
         return self._writer.submit(lambda db: groups.append(db, post, limits), num_bytes=num_bytes)
@@ -173,43 +173,14 @@ class Store:
         return self._writer.submit(lambda db: batches.nack(db, step, token, reason, max_deliveries, counts))
 
     def register_trainer(self, trainer: RegisterTrainer, holder: str | None = None) -> Future[None]:
-        def register(db: sqlite3.Connection) -> None:
-            runs.register_trainer(db, trainer)
-            batches.finish_up_to(db, trainer.starting_step, trainer)
-            if trainer.batch_size > 0:  # else nothing can be trained, and nothing is known of what will fit
-                batches.dissolve_other_sizes(db, trainer.batch_size)
-                groups.drop_oversize(db, trainer.batch_size, trainer.starting_step)
-            if holder is not None:
-                batches.release_holder(db, holder)
-            else:
-                batches.dissolve_unheld(db, self._moment())
+        return self._writer.submit(lambda db: batches.register_trainer(db, trainer, holder, self._moment()))
 
-        return self._writer.submit(register)
+    # ---- reads
 
-    def register_env(
-        self, env: RegisterEnv, *, resume: bool, idle_s: Callable[[int], float], gone_after_s: float
-    ) -> Future[EnvRecord]:
-        return self._writer.submit(
-            lambda db: runs.register_env(db, env, resume=resume, idle_s=idle_s, gone_after_s=gone_after_s)
-        )
-
-    def disconnect_env(self, env_id: int) -> Future[bool]:
-        return self._writer.submit(lambda db: runs.disconnect_env(db, env_id))
-
-    def reset(self) -> Future[None]:
-        return self._writer.submit(runs.reset)
-
-    # ---- looks
-
-    def run_state(self) -> RunState:
-        return self._look(runs.read_run)
-
-    def counts(self) -> Counts:
-        return self._look(groups.counts)
-
-    def tallies(self) -> dict[tuple[str, int | None], Tally]:
-        """How much there is by state and environment."""
-        return self._look(groups.tallies)
+    def read(self, query: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **options: P.kwargs) -> T:
+        """`read(runs.read_env, 3)`"""
+        with self._reading_lock:
+            return query(self._reading, *args, **options)
 
     def batch_of(self, lease: Lease) -> Batch:
         """The groups of a lease. Reads megabytes: on a connection of its own, beside everything else.
@@ -224,46 +195,10 @@ class Store:
             raise DamagedGroups(f"groups {damaged} are not as they were written and were set aside: ask again")
         return Batch(lease.step, lease.token, lease.deliveries, stored)
 
-    def queued_sizes(self) -> dict[groups.Size, int]:
-        return self._look(groups.queued_sizes)
-
-    def plan(self, batch_size: int, terms: LeaseTerms) -> Plan:
-        """What the next batch would be, or why there is none. Changes nothing."""
-        return self._look(lambda db: terms.plan(batches.lanes(db, batch_size, terms.is_alive), batch_size))
-
-    def admission_facts(self) -> tuple[RunState, int, int]:
-        """What posts are checked against: the run, how many environments there are, the newest step."""
-        return self._look(lambda db: (runs.read_run(db), runs.count_envs(db), runs.latest_step(db)))
-
-    def env(self, env_id: int) -> EnvRecord | None:
-        return self._look(lambda db: runs.read_env(db, env_id))
-
-    def envs(self) -> list[EnvRecord]:
-        return self._look(runs.read_envs)
-
-    def env_load(self, env_id: int) -> EnvLoad:
-        return self._look(lambda db: groups.env_load(db, env_id))
-
-    def latest_payload(self) -> tuple[Format, bytes] | None:
-        return self._look(groups.latest_payload)
-
-    def dead_groups(self, limit: int = 1000) -> list[DeadLetter]:
-        return self._look(lambda db: groups.dead_groups(db, limit))
-
     def figures(self, after_event: int) -> Figures:
-        """What the metrics tell. May take milliseconds: beside everything else, as the reading of batches."""
+        """The figures of the metrics page. May take milliseconds, so on the connection that batches are read on."""
         with self._fetching_lock:
             return groups.read_figures(self._fetching, after_event)
-
-    def events_after(self, last_id: int, limit: int = 500) -> list[Event]:
-        return self._look(lambda db: runs.events_after(db, last_id, limit))
-
-    def event_ends(self) -> tuple[int, int]:
-        return self._look(runs.event_ends)
-
-    def _look(self, read: Callable[[sqlite3.Connection], T]) -> T:
-        with self._reading_lock:
-            return read(self._reading)
 
     def _note_progress(self, *_commit: object) -> None:
         self._file.note(_progress(self._writing))
@@ -273,8 +208,8 @@ class Store:
 
 
 def _progress(db: sqlite3.Connection) -> QueueProgress:
-    newest = runs.newest_event(db)
-    return QueueProgress() if newest is None else QueueProgress(newest.id, newest.at)
+    newest = db.execute("SELECT id, at FROM events ORDER BY id DESC LIMIT 1").fetchone()
+    return QueueProgress(*newest) if newest else QueueProgress()
 
 
 def _refuse_damaged(path: Path, db: sqlite3.Connection) -> None:
@@ -287,7 +222,8 @@ def _refuse_damaged(path: Path, db: sqlite3.Connection) -> None:
     if newest.event < noted.event:
         lost = f"has lost its last {noted.event - newest.event} changes: the file or its log {path}-wal is damaged"
         raise ConfigError(f"the queue {path} {lost}", fix=fix)
-    if noted.event and runs.event_time(db, noted.event) not in (None, noted.at):
+    same_id = db.execute("SELECT at FROM events WHERE id = ?", (noted.event,)).fetchone()  # None: no longer kept
+    if noted.event and same_id not in (None, (noted.at,)):
         raise ConfigError(f"{path} is another queue than the one that was used here last", fix=fix)
 
 

@@ -55,8 +55,8 @@ class GroupCommitWriter:
         db: sqlite3.Connection,
         waits: Waits,
         patience_s: float,
-        look: Callable[[], str] = lambda: "",
-        on_failure: Callable[[], None] = lambda: None,
+        look: Callable[[], str],
+        on_failure: Callable[[], None],
     ) -> None:
         """`look` says what is wrong with the files of `db`, "" while nothing is. It is asked after every commit, before
         anybody hears of it. `on_failure` is called once, from any thread, when nothing may be written any more."""
@@ -155,14 +155,10 @@ class GroupCommitWriter:
                 job.future.set_result(result)
         self._log_bytes += BYTES_PER_COMMIT + sum(job.num_bytes for job in jobs)
         if self._log_bytes > FOLD_LOG_BYTES:
-            self._fold_log()
-
-    def _fold_log(self) -> None:
-        """Keep the log short. All callers have their answer by now; what fails here is tried again later."""
-        reach("store:checkpoint")
-        with contextlib.suppress(sqlite3.Error):
-            self._db.execute("PRAGMA wal_checkpoint(RESTART)")
-        self._log_bytes = 0
+            reach("store:checkpoint")
+            with contextlib.suppress(sqlite3.Error):  # all callers have their answer; it is tried again later
+                self._db.execute("PRAGMA wal_checkpoint(RESTART)")
+            self._log_bytes = 0
 
     def _commit(self, jobs: Sequence[_Job]) -> list[tuple[Any, Exception | None]]:
         outcomes: list[tuple[Any, Exception | None]] = []

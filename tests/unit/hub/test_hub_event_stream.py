@@ -52,7 +52,7 @@ async def event_stream_of(store):
 def happen(store: Store, count: int = 1) -> None:
     env = RegisterEnv(max_token_length=9, desired_name="a", weight=1.0, group_size=2)
     for _ in range(count):
-        store.register_env(env, resume=True, idle_s=lambda _: 0.0, gone_after_s=9.0).result()
+        store.write(runs.register_env, env, resume=True, idle_s=lambda _: 0.0, gone_after_s=9.0).result()
 
 
 def test_event_streams_start_at_the_end_or_after_the_given_id(store):
@@ -82,7 +82,7 @@ def test_a_reader_is_woken_by_the_commit_itself(store):
             waits = asyncio.create_task(reader.next())
             await asyncio.sleep(0.05)
             began = time.monotonic()
-            store.disconnect_env(7)  # a commit without an event
+            store.write(runs.disconnect_env, 7)  # a commit without an event
             await asyncio.to_thread(happen, store)
             await waits
             return time.monotonic() - began

@@ -14,7 +14,7 @@ from treadle.config.schema import HubConfig
 from treadle.hub.endpoint import access_of
 from treadle.hub.process import app_of
 from treadle.hub.state import HubState
-from treadle.store import Store
+from treadle.store import Store, groups
 from treadle.wire import binary
 from treadle.wire.groups import ScoredGroup
 from treadle.wire.hub import EnvStanding, HubStatus, LeaseAnswer
@@ -279,7 +279,7 @@ def test_concurrent_posts_share_commits_and_keys_hold(store, config, calls):
     before = store.num_commits
     statuses = asyncio.run(scenario())
     assert statuses == ["received"] * 100 + ["duplicate"] * 100
-    assert store.counts().accepted_groups == 100
+    assert store.read(groups.counts).accepted_groups == 100
     assert store.num_commits - before <= 6
 
 

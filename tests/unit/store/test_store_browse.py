@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from treadle.store import LeaseTerms, Limits, NewGroup, Post, Store
-from treadle.store.browse import Browser, Wanted, content_of
+from treadle.store import LeaseTerms, Limits, NewGroup, Post, Store, runs
+from treadle.store.browse import Browser, Wanted
 from treadle.wire.binary import from_stored, pack_group
 from treadle.wire.groups import ATROPOS_KEYS, ScoredGroup
 from treadle.wire.hub import RegisterTrainer
@@ -97,7 +97,7 @@ def test_what_comes_later_is_learned_first_and_paging_reaches_everything(store: 
 def test_after_a_reset_the_old_facts_are_gone(store: Store, browser: Browser, trainer: RegisterTrainer):
     store.append(Post([new_group(1.0), new_group(1.0)]), LIMITS).result()
     learn_all(browser)
-    store.reset().result()
+    store.write(runs.reset).result()
     store.append(Post([new_group(0.0)]), LIMITS).result()
     learn_all(browser)
     assert ids(browser) == ids(browser, score_to=0.0) == [3]
@@ -137,7 +137,7 @@ def test_the_queue_itself_cannot_be_changed_from_here(browser: Browser):
 @pytest.mark.parametrize("is_json", [True, False])
 def test_a_group_is_opened_as_it_was_posted(store: Store, browser: Browser, is_json: bool):
     store.append(Post([new_group(0.5, is_json=is_json)]), LIMITS).result()
-    group = from_stored(content_of(browser.contents([1])[1]))
+    group = from_stored(browser.contents([1])[1].content())
     assert group.scores == [0.5, 0.5]
     assert group.messages[0][0]["content"] == "say 0.5"
 

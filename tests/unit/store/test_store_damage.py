@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from treadle.errors import ConfigError
-from treadle.store import DamagedGroups, Limits, NewGroup, Post, Store
+from treadle.store import DamagedGroups, Limits, NewGroup, Post, Store, groups, runs
 
 LIMITS = Limits(99)
 
@@ -57,7 +57,7 @@ def tags(batch) -> list[int]:
 
 
 def aside(store) -> list[tuple[int, str]]:
-    return [(group.id, group.reason) for group in store.dead_groups()]
+    return [(group.id, group.reason) for group in store.read(groups.dead_groups)]
 
 
 def test_a_damaged_group_is_named_and_set_aside_and_training_goes_on(rotten, terms):
@@ -68,19 +68,19 @@ def test_a_damaged_group_is_named_and_set_aside_and_training_goes_on(rotten, ter
     again = rotten.lease(1, "a", terms).result()
     assert tags(rotten.batch_of(again)) == [0, 2]
     rotten.ack(1, again.token).result()
-    counts = rotten.counts()
+    counts = rotten.read(groups.counts)
     assert (counts.queued.groups, counts.trained.groups, counts.dead.groups) == (3, 2, 1)
 
 
 def test_a_batch_that_was_taken_with_a_damaged_group_counts_no_step(rotten, terms):
     with pytest.raises(DamagedGroups):
         rotten.batch_of(rotten.take(terms).result())
-    assert rotten.run_state().current_step == 0
+    assert rotten.read(runs.read_run).current_step == 0
     for taken in ([0, 2], [3, 4]):
         lease = rotten.take(terms).result()
         assert tags(rotten.batch_of(lease)) == taken
         rotten.ack(lease.step, lease.token).result()
-    assert rotten.run_state().current_step == 2
+    assert rotten.read(runs.read_run).current_step == 2
     assert aside(rotten) == [(2, "damaged")]
 
 
@@ -90,7 +90,7 @@ def test_a_step_whose_data_rotted_after_training_is_repeated_on_other_data(rotte
     with pytest.raises(DamagedGroups):
         rotten.batch_of(rotten.lease(1, "a", terms).result())
     assert tags(rotten.batch_of(rotten.lease(1, "a", terms).result())) == [2, 3]
-    counts = rotten.counts()
+    counts = rotten.read(groups.counts)
     assert (counts.trained.groups, counts.leased.groups, counts.dead.groups) == (1, 2, 1)
 
 
@@ -147,8 +147,8 @@ def test_whatever_rots_in_the_file_nothing_wrong_is_served(tmp_path, trainer, te
             served += tags(batch)
         assert served == sorted(set(served))
         lost = 20 - len(served)
-        assert lost <= len(store.dead_groups()) + store.counts().queued.groups
-        assert store.counts().accepted_groups == 20
+        assert lost <= len(store.read(groups.dead_groups)) + store.read(groups.counts).queued.groups
+        assert store.read(groups.counts).accepted_groups == 20
 
 
 def opened_or_refused(path: Path) -> tuple[Store | None, ConfigError | None]:
@@ -186,7 +186,7 @@ def test_a_log_that_rots_is_refused_and_not_quietly_left_out(tmp_path, trainer, 
     assert f"delete {path}.progress" in refused.value.fix
     Path(f"{path}.progress").unlink()  # the fix that the error names
     with Store.open(path) as store:
-        assert store.counts().accepted_groups < 6
+        assert store.read(groups.counts).accepted_groups < 6
 
 
 def test_a_log_as_a_killed_hub_leaves_it_is_no_damage(tmp_path, trainer):
@@ -197,7 +197,7 @@ def test_a_log_as_a_killed_hub_leaves_it_is_no_damage(tmp_path, trainer):
     with Path(f"{path}-wal").open("ab") as log:  # the next change had only begun to be written
         log.write(random.Random(1).randbytes(5000))
     with Store.open(path) as store:
-        assert store.counts().queued.groups == 6
+        assert store.read(groups.counts).queued.groups == 6
         assert not Path(f"{path}-wal").stat().st_size, "the log of the killed process is folded in at once"
 
 
@@ -218,4 +218,4 @@ def test_a_queue_too_long_to_be_checked_in_time_is_opened_all_the_same(tmp_path,
     monkeypatch.setattr("treadle.store.schema.CHECK_S", -1.0)
     monkeypatch.setattr("treadle.store.schema.CHECK_EVERY", 10)
     with Store.open(tmp_path / "q.sqlite") as store:
-        assert store.counts().queued.groups == 500
+        assert store.read(groups.counts).queued.groups == 500

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import time
 
-from treadle.store import Limits, NewGroup, Post, Store
+from treadle.store import Limits, NewGroup, Post, Store, batches, runs
 from treadle.wire.hub import RegisterEnv
 
 DEEP = """
@@ -31,8 +31,8 @@ def best_of_5(call) -> float:
 def test_a_batch_out_of_a_hundred_thousand_groups_is_planned_at_once(store, trainer, terms):
     store.register_trainer(trainer).result()
     deepen(store, 100_000, 1)
-    assert store.plan(64, terms).ids == list(range(1, 9))
-    assert best_of_5(lambda: store.plan(64, terms)) < 0.02
+    assert store.read(batches.plan_next, 64, terms).ids == list(range(1, 9))
+    assert best_of_5(lambda: store.read(batches.plan_next, 64, terms)) < 0.02
     assert best_of_5(store.counts) < 0.005
     assert store.append(Post([NewGroup(payload=b"{}", size=8, num_tokens=8)]), Limits(200_000)).result().num_groups == 1
 
@@ -41,10 +41,10 @@ def test_so_it_is_with_two_hundred_environments(store, trainer, terms):
     store.register_trainer(trainer).result()
     for number in range(200):
         env = RegisterEnv(max_token_length=8, desired_name=f"e{number}", weight=1.0 + number % 3, group_size=8)
-        store.register_env(env, resume=False, idle_s=lambda _: 0.0, gone_after_s=10.0).result()
+        store.write(runs.register_env, env, resume=False, idle_s=lambda _: 0.0, gone_after_s=10.0).result()
     deepen(store, 20_000, 200)
-    assert len(store.plan(64, terms).ids) == 8
-    assert best_of_5(lambda: store.plan(64, terms)) < 0.05
+    assert len(store.read(batches.plan_next, 64, terms).ids) == 8
+    assert best_of_5(lambda: store.read(batches.plan_next, 64, terms)) < 0.05
 
 
 def test_weight_credit_is_kept_between_batches_and_cleared_by_a_reset(store, trainer, terms):
@@ -52,7 +52,7 @@ def test_weight_credit_is_kept_between_batches_and_cleared_by_a_reset(store, tra
     store.register_trainer(trainer).result()
     for weight in (3.0, 1.0):
         env = RegisterEnv(max_token_length=8, desired_name="e", weight=weight, group_size=1)
-        store.register_env(env, resume=False, idle_s=lambda _: 0.0, gone_after_s=10.0).result()
+        store.write(runs.register_env, env, resume=False, idle_s=lambda _: 0.0, gone_after_s=10.0).result()
     for env_id in (1, 0):  # the light one comes first: the order of arrival does not decide
         groups = [NewGroup(payload=b"{}", size=1, num_tokens=1, env_id=env_id)] * 40
         store.append(Post(groups), Limits(99)).result()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from treadle.errors import ConfigError, DiskFull
-from treadle.store import KeyReused, Limits, NewGroup, Post, QueueFull, StorageFailed, Store
+from treadle.store import KeyReused, Limits, NewGroup, Post, QueueFull, StorageFailed, Store, batches, groups, runs
 from treadle.store.writer import GroupCommitWriter
 from treadle.watch.waits import Waits
 from treadle.wire.hub import RegisterEnv
@@ -43,8 +43,8 @@ def test_everything_is_there_after_reopening(tmp_path: Path, trainer):
         store.register_trainer(trainer).result()
         store.append(Post([group(2), group(3)], key="k", body_hash=b"h"), Limits(9)).result()
     with Store.open(path) as store:
-        assert store.run_state().trainer == trainer
-        assert (store.counts().queued.groups, store.counts().queued.sequences) == (2, 5)
+        assert store.read(runs.read_run).trainer == trainer
+        assert (store.read(groups.counts).queued.groups, store.read(groups.counts).queued.sequences) == (2, 5)
         assert store.append(Post([group()], key="k", body_hash=b"h"), Limits(9)).result().duplicate
 
 
@@ -54,7 +54,7 @@ def test_a_key_stands_for_one_body(store):
     assert (repeated.duplicate, repeated.num_groups) == (True, 1)
     with pytest.raises(KeyReused):
         store.append(Post([group()], key="k", body_hash=b"2"), Limits(9)).result()
-    assert store.counts().accepted_groups == 1
+    assert store.read(groups.counts).accepted_groups == 1
 
 
 def test_no_jump_of_the_clock_lets_a_retry_be_stored_twice(store, monkeypatch):
@@ -64,14 +64,14 @@ def test_no_jump_of_the_clock_lets_a_retry_be_stored_twice(store, monkeypatch):
         monkeypatch.setattr(time, "time", lambda jump_s=jump_s: now + jump_s)
         store.append(Post([group()], key=f"other {jump_s}", body_hash=b"2"), Limits(9)).result()
         assert store.append(Post([group()], key="k", body_hash=b"1"), Limits(9)).result().duplicate
-    assert store.counts().accepted_groups == 3
+    assert store.read(groups.counts).accepted_groups == 3
 
 
 def test_the_queue_limit_holds_and_a_list_is_stored_whole_or_not_at_all(store):
     store.append(Post([group(), group()]), Limits(3)).result()
     with pytest.raises(QueueFull, match="2 groups wait"):
         store.append(Post([group(), group()], key="later"), Limits(3)).result()
-    assert store.counts().accepted_groups == 2
+    assert store.read(groups.counts).accepted_groups == 2
     store.append(Post([group()], key="later"), Limits(3)).result()
     assert store.append(Post([group()], key="later"), Limits(3)).result().duplicate
 
@@ -82,7 +82,7 @@ def test_a_full_disk_refuses_one_post_and_the_store_goes_on(tmp_path: Path):
         with pytest.raises(DiskFull):
             store.append(Post([group(num_bytes=500_000)]), Limits(99)).result()
         store.append(Post([group()]), Limits(99)).result()
-        assert store.counts().accepted_groups == 2
+        assert store.read(groups.counts).accepted_groups == 2
 
 
 def test_a_post_too_large_for_the_disk_fails_alone(tmp_path: Path):
@@ -94,7 +94,7 @@ def test_a_post_too_large_for_the_disk_fails_alone(tmp_path: Path):
         gate.set()
         wait(futures, timeout=60)
         assert [type(future.exception()) for future in futures] == [type(None), DiskFull, type(None)]
-        assert store.counts().accepted_groups == 2
+        assert store.read(groups.counts).accepted_groups == 2
 
 
 def test_posts_that_wait_together_share_one_commit(store):
@@ -105,14 +105,14 @@ def test_posts_that_wait_together_share_one_commit(store):
     gate.set()
     appended = [future.result(timeout=60) for future in futures]
     assert sum(not each.duplicate for each in appended) == 20
-    assert store.counts().accepted_groups == 20
+    assert store.read(groups.counts).accepted_groups == 20
     assert store.num_commits - before <= 3
 
 
 def test_a_refused_job_undoes_only_itself(tmp_path: Path):
     db = sqlite3.connect(tmp_path / "x.sqlite", isolation_level=None, check_same_thread=False)
     db.execute("CREATE TABLE t (x)")
-    writer = GroupCommitWriter(db, Waits(), patience_s=20.0)
+    writer = GroupCommitWriter(db, Waits(), patience_s=20.0, look=lambda: "", on_failure=lambda: None)
     gate = threading.Event()
 
     def spoil(connection: sqlite3.Connection) -> None:
@@ -157,7 +157,7 @@ def test_a_closed_store_refuses_instead_of_hanging(tmp_path: Path):
 def test_envs_get_numbered_names_and_their_own_back(store):
     def register(resume: bool = False, idle_s: float = 0.0):
         env = RegisterEnv(max_token_length=8, desired_name="math", weight=None, group_size=2)
-        return store.register_env(env, resume=resume, idle_s=lambda _: idle_s, gone_after_s=10.0).result()
+        return store.write(runs.register_env, env, resume=resume, idle_s=lambda _: idle_s, gone_after_s=10.0).result()
 
     assert [register().name, register().name] == ["math_0", "math_1"]
     store.append(Post([group(env_id=0), group(env_id=0), group(env_id=7)]), Limits(9)).result()
@@ -170,9 +170,9 @@ def test_a_reset_forgets_everything_but_uses_no_id_again(store, trainer, terms):
     store.register_trainer(trainer).result()
     store.append(Post([group(4)], key="k"), Limits(9)).result()
     store.lease(1, "a", terms).result()
-    store.reset().result()
-    assert store.counts().accepted_groups == 0
-    assert store.run_state().trainer is None
+    store.write(runs.reset).result()
+    assert store.read(groups.counts).accepted_groups == 0
+    assert store.read(runs.read_run).trainer is None
     assert not store.append(Post([group(4)], key="k"), Limits(9)).result().duplicate
     store.register_trainer(trainer).result()
-    assert store.plan(4, terms).ids == [2]
+    assert store.read(batches.plan_next, 4, terms).ids == [2]

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from treadle.store import HeldByAnother, Limits, NewGroup, Post, QueueFull, StaleToken, Store
+from treadle.store import HeldByAnother, Limits, NewGroup, Post, QueueFull, StaleToken, Store, groups, runs
 from treadle.wire.hub import RegisterEnv
 
 
@@ -42,8 +42,8 @@ def test_batches_come_in_the_order_of_arrival(full, terms):
 def test_ack_counts_the_step_and_the_groups(full, terms):
     batch = full.lease(1, "a", terms).result()
     full.ack(1, batch.token).result()
-    counts = full.counts()
-    assert full.run_state().current_step == 1
+    counts = full.read(groups.counts)
+    assert full.read(runs.read_run).current_step == 1
     assert (counts.queued.groups, counts.leased.groups, counts.trained.groups) == (4, 0, 2)
     assert counts.accepted_groups == 6
 
@@ -54,7 +54,7 @@ def test_a_repeated_ack_is_answered_and_changes_nothing(full, terms):
     second = full.lease(2, "a", terms).result()
     full.ack(2, second.token).result()
     full.ack(1, first.token).result()
-    assert full.run_state().current_step == 2
+    assert full.read(runs.read_run).current_step == 2
 
 
 def test_a_trained_step_is_leased_again_unchanged_with_a_new_token(full, terms):
@@ -66,7 +66,7 @@ def test_a_trained_step_is_leased_again_unchanged_with_a_new_token(full, terms):
     with pytest.raises(StaleToken):
         full.ack(1, first.token).result()
     full.ack(1, again.token).result()
-    assert full.counts().trained.groups == 2
+    assert full.read(groups.counts).trained.groups == 2
 
 
 def test_a_live_lease_is_not_given_to_another_holder(full, terms):
@@ -99,7 +99,7 @@ def test_a_lease_that_ran_out_but_was_not_taken_can_be_acknowledged(full, terms,
     batch = full.lease(1, "a", terms).result()
     clock.now_s += 1000
     full.ack(1, batch.token).result()
-    assert full.run_state().current_step == 1
+    assert full.read(runs.read_run).current_step == 1
 
 
 def test_a_batch_given_back_comes_again_until_it_is_dead_lettered(full, terms):
@@ -108,20 +108,20 @@ def test_a_batch_given_back_comes_again_until_it_is_dead_lettered(full, terms):
         assert (tags(batch), batch.deliveries) == ([0, 1], delivery)
         is_dead = full.nack(1, batch.token, reason="loss is NaN", max_deliveries=3).result()
         assert is_dead == (delivery == 3)
-    dead = full.dead_groups()
+    dead = full.read(groups.dead_groups)
     assert [(group.id, group.step, group.reason) for group in dead] == [
         (2, 1, "loss is NaN"),
         (1, 1, "loss is NaN"),
     ]
     assert tags(full.lease(1, "a", terms).result()) == [2, 3]
-    assert full.counts().accepted_groups == 6
+    assert full.read(groups.counts).accepted_groups == 6
 
 
 def test_a_batch_that_nobody_ever_acknowledges_is_dead_lettered_too(full, terms):
     for _ in range(3):
         assert tags(full.lease(1, "a", terms).result()) == [0, 1]
     assert tags(full.lease(1, "a", terms).result()) == [2, 3]
-    assert "never acknowledged" in full.dead_groups()[0].reason
+    assert "never acknowledged" in full.read(groups.dead_groups)[0].reason
 
 
 def test_a_batch_that_kills_its_trainer_is_dead_lettered_alone(full, terms, trainer):
@@ -131,7 +131,7 @@ def test_a_batch_that_kills_its_trainer_is_dead_lettered_alone(full, terms, trai
         full.register_trainer(trainer, holder="a").result()
     assert tags(full.lease(1, "a", terms).result()) == [4, 5]
     assert tags(full.lease(2, "a", terms).result()) == [2, 3]
-    assert [group.id - 1 for group in full.dead_groups()] == [1, 0]
+    assert [group.id - 1 for group in full.read(groups.dead_groups)] == [1, 0]
 
 
 def test_giving_back_a_batch_that_was_trained_only_releases_it(full, terms):
@@ -140,7 +140,7 @@ def test_giving_back_a_batch_that_was_trained_only_releases_it(full, terms):
         full.ack(1, batch.token).result()
     batch = full.lease(1, "a", terms).result()
     assert full.nack(1, batch.token, reason="", max_deliveries=3).result() is False
-    assert full.counts().trained.groups == 2
+    assert full.read(groups.counts).trained.groups == 2
     assert tags(full.lease(1, "b", terms).result()) == [0, 1]
 
 
@@ -174,7 +174,7 @@ def test_a_trainer_keeps_its_lease_over_a_restart_when_nobody_takes_it(tmp_path:
     with Store.open(tmp_path / "q.sqlite", clock=clock) as store:
         store.renew(1, held.token, 60.0).result()
         store.ack(1, held.token).result()
-        assert store.run_state().current_step == 1
+        assert store.read(runs.read_run).current_step == 1
 
 
 def deliver(store: Store, terms) -> list[int]:
@@ -187,14 +187,14 @@ def deliver(store: Store, terms) -> list[int]:
 def test_taking_gives_each_batch_once_and_counts_the_step(full, terms):
     assert [deliver(full, terms) for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
     assert full.take(terms).result() is None
-    assert full.run_state().current_step == 3
+    assert full.read(runs.read_run).current_step == 3
 
 
 def test_taking_after_a_registration_from_zero_gives_new_data(full, terms, trainer):
     deliver(full, terms)
     full.register_trainer(trainer).result()
     assert deliver(full, terms) == [2, 3]
-    assert full.run_state().current_step == 1
+    assert full.read(runs.read_run).current_step == 1
 
 
 def test_two_concurrent_takes_get_different_batches(full, terms):
@@ -202,7 +202,7 @@ def test_two_concurrent_takes_get_different_batches(full, terms):
     assert (tags(first), tags(second)) == ([0, 1], [2, 3])
     full.ack(second.step, second.token).result()
     full.ack(first.step, first.token).result()
-    assert full.run_state().current_step == 2
+    assert full.read(runs.read_run).current_step == 2
 
 
 def test_a_batch_that_did_not_arrive_is_taken_again_before_any_other(full, terms):
@@ -212,7 +212,7 @@ def test_a_batch_that_did_not_arrive_is_taken_again_before_any_other(full, terms
     again = full.take(terms).result()
     assert (tags(again), again.step, again.deliveries) == ([0, 1], 1, 1)
     full.ack(again.step, again.token).result()
-    assert full.run_state().current_step == 2
+    assert full.read(runs.read_run).current_step == 2
     assert deliver(full, terms) == [4, 5]
 
 
@@ -248,7 +248,7 @@ def test_a_restarted_step_count_gets_returned_batches_first(full, terms, trainer
     full.nack(lost.step, lost.token, reason="", max_deliveries=3, counts=False).result()
     full.register_trainer(trainer).result()
     assert deliver(full, terms) == [4, 5]
-    assert full.run_state().current_step == 1
+    assert full.read(runs.read_run).current_step == 1
 
 
 def test_a_restarted_step_count_does_not_take_leased_batches(full, terms, trainer):
@@ -264,7 +264,7 @@ def test_a_full_queue_still_takes_what_a_batch_may_lack(store, trainer, minimum,
     store.register_trainer(trainer).result()
     for name, share in (("a", None), ("b", minimum)):
         env = RegisterEnv(max_token_length=9, desired_name=name, weight=1.0, group_size=2, min_batch_allocation=share)
-        store.register_env(env, resume=False, idle_s=lambda _: 0.0, gone_after_s=10.0).result()
+        store.write(runs.register_env, env, resume=False, idle_s=lambda _: 0.0, gone_after_s=10.0).result()
     limits = Limits(groups=3)
 
     def post(env_id: int | None) -> None:

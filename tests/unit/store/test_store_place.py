@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from treadle.errors import ConfigError
-from treadle.store import Limits, NewGroup, Post, StorageFailed, Store, set_aside
+from treadle.store import Limits, NewGroup, Post, StorageFailed, Store, groups, set_aside
 from treadle.store.file import refuse_locked
 
 LIMITS = Limits(99)
@@ -164,7 +164,7 @@ def test_what_was_accepted_is_there_after_the_log_was_deleted(path: Path):
         with pytest.raises(StorageFailed):
             post(store)
     with Store.open(path) as store:
-        assert store.counts().accepted_groups >= 1
+        assert store.read(groups.counts).accepted_groups >= 1
 
 
 def test_a_hub_whose_file_was_replaced_does_not_touch_the_new_ones_log(path: Path):
@@ -177,7 +177,7 @@ def test_a_hub_whose_file_was_replaced_does_not_touch_the_new_ones_log(path: Pat
         old.close()
         post(new)
     with Store.open(path) as store:
-        assert store.counts().accepted_groups == 2
+        assert store.read(groups.counts).accepted_groups == 2
 
 
 @pytest.mark.parametrize("is_deleted", [True, False])
@@ -193,7 +193,7 @@ def test_a_lost_file_is_no_new_queue_unless_that_is_asked_for(path: Path, is_del
     assert "--fresh" in refused.value.fix
     set_aside(path)
     with Store.open(path) as store:
-        assert store.counts().accepted_groups == 0
+        assert store.read(groups.counts).accepted_groups == 0
 
 
 def test_another_queue_in_the_place_of_this_one_is_refused(path: Path, tmp_path: Path):
@@ -209,7 +209,7 @@ def test_another_queue_in_the_place_of_this_one_is_refused(path: Path, tmp_path:
     assert f"delete {path}.progress" in refused.value.fix
     Path(f"{path}.progress").unlink()
     with Store.open(path) as store:
-        assert store.counts().accepted_groups == 3
+        assert store.read(groups.counts).accepted_groups == 3
 
 
 # ---- files of others
@@ -257,7 +257,7 @@ def test_setting_aside_overwrites_no_earlier_copy(path: Path):
     found = []
     for copy in copies:
         with Store.open(copy) as store:
-            found.append(store.counts().accepted_groups)
+            found.append(store.read(groups.counts).accepted_groups)
     assert sorted(found) == [1, 2, 3]
 
 

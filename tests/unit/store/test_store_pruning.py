@@ -7,7 +7,7 @@ import sqlite3
 import msgspec
 import pytest
 
-from treadle.store import BatchPruned, Limits, NewGroup, Post, StaleToken
+from treadle.store import BatchPruned, Limits, NewGroup, Post, StaleToken, groups, runs
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_steps_before_the_last_two_checkpoints_are_refused(steps, terms):
     with pytest.raises(BatchPruned, match="keep-trained-bytes"):
         steps.lease(4, "a", terms).result()
     assert steps.batch_of(steps.lease(5, "a", terms).result()).groups[0].payload == b'{"tag":04}'
-    assert steps.counts().trained.groups == 6
+    assert steps.read(groups.counts).trained.groups == 6
     assert num_payloads(steps) == 6 + 2
 
 
@@ -69,13 +69,13 @@ def test_batches_that_others_took_the_place_of_are_forgotten_first(steps, terms,
             lease = steps.take(terms).result()
             steps.ack(lease.step, lease.token, keep_trained_bytes=keep).result()
         steps.register_trainer(never_saves).result()
-    assert (num_payloads(steps), steps.counts().trained.groups) == (12 - 3, 6)
-    assert steps.counts().trained.bytes == 30
+    assert (num_payloads(steps), steps.read(groups.counts).trained.groups) == (12 - 3, 6)
+    assert steps.read(groups.counts).trained.bytes == 30
 
 
 def test_a_lease_lost_by_a_reset_is_not_reported_as_damage(steps, terms):
     lease = steps.lease(1, "a", terms).result()
-    steps.reset().result()
+    steps.write(runs.reset).result()
     with pytest.raises(StaleToken, match="reset"):
         steps.batch_of(lease)
 
@@ -85,12 +85,12 @@ def test_another_batch_size_sends_untrained_batches_back_into_the_queue(steps, t
     train(steps, terms, 1, keep=2**40)
     lease = steps.lease(2, "a", terms).result()
     steps.register_trainer(msgspec.structs.replace(trainer, batch_size=8)).result()
-    assert (steps.counts().leased.groups, steps.counts().queued.groups) == (0, 13)
+    assert (steps.read(groups.counts).leased.groups, steps.read(groups.counts).queued.groups) == (0, 13)
     with pytest.raises(StaleToken):
         steps.ack(2, lease.token).result()
     assert steps.lease(2, "a", terms).result().group_ids == "[2,3]"
     steps.register_trainer(msgspec.structs.replace(trainer, batch_size=2)).result()
-    assert (steps.counts().dropped.groups, steps.counts().queued.groups) == (11, 2)
+    assert (steps.read(groups.counts).dropped.groups, steps.read(groups.counts).queued.groups) == (11, 2)
 
 
 def test_the_same_batch_size_leaves_batches_as_they_are(steps, terms, trainer):
