@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,9 @@ from tests.contract.atropos_calls import (
 )
 from tests.hub_process import HubProcess
 from treadle.config.schema import HubConfig
-from treadle.hub.process import build_app
+from treadle.hub.endpoint import access_of
+from treadle.hub.process import app_of
+from treadle.hub.state import HubState
 from treadle.store import Store
 
 GROUP_KEYS = [
@@ -806,7 +809,7 @@ class Test15Minimums:
         now_s = 1000.0
         config = HubConfig(database=tmp_path / "hub.sqlite")
         with Store.open(config.database, clock=lambda: now_s) as store:
-            app = build_app(store, config, lambda: now_s)
+            app = app_of(HubState.build(store, config, lambda: now_s), access_of(config, os.environ))
             with TestClient(app, "http://127.0.0.1:8000", client=("127.0.0.1", 50_000)) as client:
                 calls = Atropos(client)
                 calls.start(batch_size=8)

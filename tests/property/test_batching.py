@@ -359,10 +359,12 @@ def test_two_hundred_environments_are_planned_in_time(batch_size, sizes):
 
 @given(st.none() | st.integers(0, 1000), st.none() | st.integers(0, 1000))
 def test_older_groups_never_count_more(age, max_age):
-    weight = freshness(age, max_age)
+    step = 2001
+    version = None if age is None else step - 1 - age
+    weight = freshness(version, step, max_age)
     assert 0 < weight <= 1
     if age is None or max_age is None or age <= max_age:
         assert weight == 1
     else:
         assert weight == 1 / (1 + age - max_age)
-        assert weight < freshness(age - 1, max_age)
+        assert weight < freshness(version + 1, step, max_age)

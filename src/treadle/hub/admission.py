@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
@@ -54,6 +55,7 @@ _NUMBERS = (
 ONE_GROUP = msgspec.json.Decoder(ScoredGroup, strict=False)
 MANY_GROUPS = msgspec.json.Decoder(list[msgspec.Raw])
 LOGPROBS = msgspec.json.Decoder(list[list[float]] | None)
+GZIP_WBITS = 16 + zlib.MAX_WBITS  # zlib reads a gzip header
 FEED_BYTES = 2**16
 STEP_BYTES = 2**20
 MAX_MEMBERS = 4096  # parallel compressors write one for each 64 KiB or more
@@ -61,26 +63,18 @@ MAX_MEMBERS = 4096  # parallel compressors write one for each 64 KiB or more
 # ---- groups in JSON
 
 
-def read_group(body: bytes | bytearray, rules: GroupRules) -> list[NewGroup]:
-    """A body that is one group."""
-    _check_counts(body)
-    return [_admit_json(body, rules, ())]
-
-
-def read_groups(body: bytes | bytearray, rules: GroupRules) -> list[NewGroup]:
-    """A body that is a list of groups. They are read one after the other: as objects they take many times the memory
-    of the body."""
-    _check_counts(body)
-    texts = _split(body)
-    check_count(len(texts))
-    return [_admit_json(text, rules, (index,)) for index, text in enumerate(texts)]
-
-
-def _check_counts(body: bytes | bytearray) -> None:
+def _read_json(body: bytes | bytearray, rules: GroupRules, *, is_list: bool) -> list[NewGroup]:
+    """A body that is one group or a list of groups. Those of a list are read one after the other: as objects they take
+    many times the memory of the body."""
     try:
         check_json(body)
     except TooMany as error:
         raise unprocessable("too_many", (), str(error)) from None
+    if not is_list:
+        return [_admit_json(body, rules, ())]
+    texts = _split(body)
+    check_count(len(texts))
+    return [_admit_json(text, rules, (index,)) for index, text in enumerate(texts)]
 
 
 def _split(body: bytes | bytearray) -> Sequence[JsonText]:
@@ -94,24 +88,19 @@ def _split(body: bytes | bytearray) -> Sequence[JsonText]:
 
 
 def _admit_json(text: JsonText, rules: GroupRules, loc: Loc) -> NewGroup:
+    """Tries first to decode a group whose numbers are all numbers, with ids and masks in range.
+
+    Checking the range while decoding takes a tenth of the time of a check afterwards. Encoding floating-point numbers
+    again would take longer than all checks, so the text of the logprobs is kept as it came.
+    """
     try:
-        group, logprobs = _decode_quickly(text, id_limit(rules))
+        group = _quick_decoder(id_limit(rules)).decode(text)
+        logprobs = group.inference_logprobs
+        group.inference_logprobs = LOGPROBS.decode(logprobs)
     except (ValueError, RecursionError):  # what is wrong with it, if anything, is found out below
         return _admit_slowly(text, rules, loc)
     refuse_any(_problems(group, rules, loc, ids_are_in_range=True), known_env(group.env_id, rules))
     return _packed(group, loc, logprobs)
-
-
-def _decode_quickly(text: JsonText, id_limit: int) -> tuple[ScoredGroup, msgspec.Raw | None]:
-    """A group whose numbers are all numbers, with ids and masks in range; and the text of its logprobs.
-
-    Checking the range while decoding takes a tenth of the time of a check afterwards. Encoding floating-point numbers
-    again would take longer than all checks, so their text is kept as it came.
-    """
-    group = _quick_decoder(id_limit).decode(text)
-    logprobs = group.inference_logprobs
-    group.inference_logprobs = LOGPROBS.decode(logprobs)
-    return group, logprobs
 
 
 @lru_cache(maxsize=16)
@@ -133,7 +122,10 @@ def _admit_slowly(text: JsonText, rules: GroupRules, loc: Loc) -> NewGroup:
     try:
         group = decode(text, ONE_GROUP)
     except Refused as refused:
-        group = _decode_again(bytes(text), _under(loc, refused), rules, loc)
+        # The same problems, with the place of this group in the list.
+        detail = [{**each, "loc": ["body", *loc, *each["loc"][1:]]} for each in refused.detail]
+        located = Refused(refused.status, detail, reason=refused.reason)
+        group = _decode_again(bytes(text), located, rules, loc)
     refuse_any(_problems(group, rules, loc), known_env(group.env_id, rules))
     return _packed(group, loc)
 
@@ -144,7 +136,10 @@ def _decode_again(text: bytes, refused: Refused, rules: GroupRules, loc: Loc) ->
     True and false are taken as 1 and 0. NaN is refused in any case, but with the field named.
     """
     try:
-        group = msgspec.convert(_with_numbers(_second_look(text, refused)), ScoredGroup, strict=False)
+        value = _second_look(text, refused)
+        if isinstance(value, dict):
+            value |= {key: _bools_as_ints(value[key]) for key in _NUMBERS if key in value}
+        group = msgspec.convert(value, ScoredGroup, strict=False)
     except (ValueError, RecursionError):
         raise refused from None
     if refused.reason == "json_invalid":
@@ -164,22 +159,10 @@ def _second_look(body: bytes | bytearray, refused: Refused) -> Any:
         raise refused from None
 
 
-def _with_numbers(value: Any) -> Any:
-    if isinstance(value, dict):
-        return value | {key: _bools_as_ints(value[key]) for key in _NUMBERS if key in value}
-    return value
-
-
 def _bools_as_ints(value: Any) -> Any:
     if isinstance(value, list):
         return [_bools_as_ints(element) for element in value]
     return int(value) if isinstance(value, bool) else value
-
-
-def _under(loc: Loc, refused: Refused) -> Refused:
-    """The same, said of one group of a list."""
-    detail = [{**each, "loc": ["body", *loc, *each["loc"][1:]]} for each in refused.detail]
-    return Refused(refused.status, detail, reason=refused.reason)
 
 
 def _packed(group: ScoredGroup, loc: Loc, logprobs: msgspec.Raw | None = None) -> NewGroup:
@@ -207,18 +190,14 @@ def _problems(group: ScoredGroup, rules: GroupRules, loc: Loc, *, ids_are_in_ran
     yield from size_problems([len(row) for row in group.tokens], rules, loc)
     yield from _length_problems(group, loc)
     if not ids_are_in_range:
-        yield from _range_problems(group, rules, loc)
+        for i, row in enumerate(group.tokens):
+            yield from id_problems(row, rules, (*loc, "tokens", i))
+        for i, row in enumerate(group.masks):
+            if row and not (min(row) in INT32 and max(row) in INT32):
+                yield problem("int_out_of_range", (*loc, "masks", i), "must fit in 32 bits")
     yield from number_problems(group, loc)
     yield from origin_problems(group, rules, loc)
     yield from free_form_problems(group, loc)
-
-
-def _range_problems(group: ScoredGroup, rules: GroupRules, loc: Loc) -> Iterator[Problem]:
-    for i, row in enumerate(group.tokens):
-        yield from id_problems(row, rules, (*loc, "tokens", i))
-    for i, row in enumerate(group.masks):
-        if row and not (min(row) in INT32 and max(row) in INT32):
-            yield problem("int_out_of_range", (*loc, "masks", i), "must fit in 32 bits")
 
 
 def _length_problems(group: ScoredGroup, loc: Loc) -> Iterator[Problem]:
@@ -240,7 +219,7 @@ def _length_problems(group: ScoredGroup, loc: Loc) -> Iterator[Problem]:
 # ---- groups in binary form
 
 
-def read_packed_groups(body: bytes | bytearray, rules: GroupRules) -> list[NewGroup]:
+def _read_binary(body: bytes | bytearray, rules: GroupRules) -> list[NewGroup]:
     try:
         packed_groups = binary.split_groups(body)
     except (msgspec.DecodeError, RecursionError):
@@ -260,7 +239,9 @@ def _admit_packed(packed: bytes, rules: GroupRules, loc: Loc) -> NewGroup:
     env_id = known_env(group.env_id, rules)
     refuse_any(_packed_problems(group, rules, loc), env_id)
     if group.rest is not None:
-        refuse_any(_rest_problems(group.rest, len(group.lengths), loc), env_id)
+        rest = group.rest
+        overrides = override_problems(rest, len(group.lengths), loc)
+        refuse_any(chain(overrides, number_problems(rest, loc), free_form_problems(rest, loc)), env_id)
     return NewGroup(
         payload=packed,
         format="binary",
@@ -271,12 +252,6 @@ def _admit_packed(packed: bytes, rules: GroupRules, loc: Loc) -> NewGroup:
         item=group.item,
         metrics=None if group.metrics is None else msgspec.json.encode(group.metrics),
     )
-
-
-def _rest_problems(rest: binary.RareFields, num_sequences: int, loc: Loc) -> Iterator[Problem]:
-    yield from override_problems(rest, num_sequences, loc)
-    yield from number_problems(rest, loc)
-    yield from free_form_problems(rest, loc)
 
 
 def _packed_problems(group: binary.BinaryGroup, rules: GroupRules, loc: Loc) -> Iterator[Problem]:
@@ -303,8 +278,6 @@ def _packed_problems(group: binary.BinaryGroup, rules: GroupRules, loc: Loc) -> 
 
 # ---- whole bodies
 
-READERS = {"group": read_group, "groups": read_groups, "binary": read_packed_groups}
-
 
 class ValidationRequest(msgspec.Struct, kw_only=True):
     """How to read a body."""
@@ -327,7 +300,11 @@ def admit(body: bytes | bytearray, request: ValidationRequest) -> Admitted:
     not at all."""
     plain = inflate(body, request.max_bytes) if request.is_gzip else body
     body_hash = hashlib.sha256(plain).digest() if request.with_hash else b""
-    return Admitted(groups=READERS[request.kind](plain, request.rules), body_hash=body_hash)
+    if request.kind == "binary":
+        groups = _read_binary(plain, request.rules)
+    else:
+        groups = _read_json(plain, request.rules, is_list=request.kind == "groups")
+    return Admitted(groups=groups, body_hash=body_hash)
 
 
 # ---- gzip
@@ -340,32 +317,24 @@ def inflate(packed: bytes | bytearray, limit: int) -> bytearray:
     """
     body = bytearray()
     view = memoryview(packed)
-    inflater = _gzip_inflater()
+    inflater = zlib.decompressobj(GZIP_WBITS)
     at, num_members = 0, 1
-    while at < len(packed):
-        if inflater.eof:  # a gzip file may have several members, one after the other
-            inflater, num_members = _gzip_inflater(), num_members + 1
-        if num_members > MAX_MEMBERS:
-            raise _bad_gzip()
-        fed: bytes | memoryview = view[at : at + FEED_BYTES]
-        at += len(fed)
-        while fed:
-            try:
+    try:
+        while at < len(packed):
+            if inflater.eof:  # a gzip file may have several members, one after the other
+                inflater, num_members = zlib.decompressobj(GZIP_WBITS), num_members + 1
+            if num_members > MAX_MEMBERS:
+                raise zlib.error("too many members")
+            fed: bytes | memoryview = view[at : at + FEED_BYTES]
+            at += len(fed)
+            while fed:
                 body += inflater.decompress(fed, STEP_BYTES)
-            except zlib.error:
-                raise _bad_gzip() from None
-            if len(body) > limit:
-                raise too_large(limit)
-            fed = inflater.unconsumed_tail
-        at -= len(inflater.unused_data)
-    if packed and not inflater.eof:
-        raise _bad_gzip()
+                if len(body) > limit:
+                    raise too_large(limit)
+                fed = inflater.unconsumed_tail
+            at -= len(inflater.unused_data)
+        if packed and not inflater.eof:
+            raise zlib.error("the end is missing")
+    except zlib.error:
+        raise Refused(400, "Invalid gzip payload", reason="bad_gzip") from None
     return body
-
-
-def _bad_gzip() -> Refused:
-    return Refused(400, "Invalid gzip payload", reason="bad_gzip")
-
-
-def _gzip_inflater() -> zlib._Decompress:
-    return zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)

@@ -316,7 +316,10 @@ class AtroposRoutes:
 
     async def status_env(self, request: Request) -> Response:
         """The id comes in a JSON body, as Atropos' environments send it, or as ?env_id=."""
-        env_id = await self._asked_env_id(request)
+        asked = request.query_params.get("env_id")
+        env_id = (await read_message(request, ENV_ID_DECODER)).env_id if asked is None else whole_number(asked)
+        if env_id is None:
+            raise unprocessable("int_parsing", ("env_id",), "expected an integer", (asked or "")[:100])
         await self._hub.settled()
         store = self._hub.store
         env = store.read(runs.read_env, env_id)
@@ -326,12 +329,3 @@ class AtroposRoutes:
         return json_answer(
             env_status(env, store.read(runs.read_envs), store.read(groups.env_load, env_id), store.read(runs.read_run))
         )
-
-    async def _asked_env_id(self, request: Request) -> int:
-        asked = request.query_params.get("env_id")
-        if asked is None:
-            return (await read_message(request, ENV_ID_DECODER)).env_id
-        env_id = whole_number(asked)
-        if env_id is None:
-            raise unprocessable("int_parsing", ("env_id",), "expected an integer", asked[:100])
-        return env_id

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 
 from treadle.store import Lane, Plan, Waiting
 
@@ -33,7 +35,9 @@ def plan(lanes: Sequence[Lane], size: int) -> Plan:
     if lacking:
         return Plan(None, "; ".join([_describe(lanes, size), *lacking]), waived=waived)
     reserved = {group.id for group in first}
-    order = _useful((group for group in _order(lanes) if group.id not in reserved), _sizes(lanes), size)
+    arrival = heapq.merge(*(lane.waiting for lane in lanes))
+    order = _weighted(lanes) if _weights_differ(lanes) else arrival
+    order = _useful((group for group in order if group.id not in reserved), _sizes(lanes), size)
     chosen = _exact([*first, *order], size)
     misfits = _misfits(lanes, size)
     if chosen is None:
@@ -48,21 +52,17 @@ def plan(lanes: Sequence[Lane], size: int) -> Plan:
     return Plan([group.id for group in chosen], "", _tags_after(lanes, chosen), waived, misfits)
 
 
-def freshness(age: int | None, max_age: int | None) -> float:
-    """What a stale group still counts: 1 up to `max_age`, then a half, a third, ... Unknown ages count in full."""
-    if age is None or max_age is None or age <= max_age:
+def freshness(policy_version: int | None, step: int, max_age: int | None) -> float:
+    """The weight of a group at `step`: 1 up to the age `max_age`, then a half, a third, ... Unknown ages count in full.
+
+    The trainer of step s is at version s - 1.
+    """
+    if policy_version is None or max_age is None or step - 1 - policy_version <= max_age:
         return 1.0
-    return 1.0 / (1 + age - max_age)
+    return 1.0 / (step - policy_version - max_age)
 
 
 # ---- the order of preference
-
-
-def _order(lanes: Sequence[Lane]) -> Iterable[Waiting]:
-    """The order of arrival while all weights are the same; else weighted between lanes, by arrival within one."""
-    if not _weights_differ(lanes):
-        return heapq.merge(*(lane.waiting for lane in lanes))
-    return _weighted(lanes)
 
 
 def _useful(order: Iterable[Waiting], sizes: Mapping[int, int], size: int) -> list[Waiting]:
@@ -137,19 +137,22 @@ def _minimums(lanes: Sequence[Lane], size: int) -> tuple[list[Waiting], dict[str
     waived, lacking = {}, []
     room = size
     sizes = _sizes(lanes) if needs else ()
-    for index in sorted(needs, key=lambda index: _oldest_id(lanes[index])):
+    oldest_ids = {index: lanes[index].waiting[0].id if lanes[index].waiting else math.inf for index in needs}
+    for index in sorted(needs, key=oldest_ids.__getitem__):
         lane, need = lanes[index], needs[index]
         if not lane.is_alive:
             waived[lane.name] = "the environment has not been heard of for a while"
             continue
         has = _supply([lane])
-        if has < need and _smallest(lane) <= room - has:
+        # The smallest group that waits; where none does, the size that is to be expected.
+        smallest = min(_sizes([lane]), default=max(1, lane.group_size))
+        if has < need and smallest <= room - has:
             some = f"{has} wait" if has else "none waits"
             lacking.append(f"waiting for {lane.name}: its minimum is {need} of {size} sequences and {some}")
             continue
         # An odd group in front must not make the whole minimum impossible: then groups of one size are tried.
         fronts = [_front(waiting, need, room) for waiting in (lane.waiting, *_by_size(lane))]
-        fitting = [front for front in fronts if front and _fits(sizes, front, room)]
+        fitting = [front for front in fronts if front and _reachable(sizes, room - _num_sequences(front))]
         if fitting:
             taken = max(fitting, key=lambda front: min(need, _num_sequences(front)))
             must += taken
@@ -159,10 +162,6 @@ def _minimums(lanes: Sequence[Lane], size: int) -> tuple[list[Waiting], dict[str
         else:
             waived[lane.name] = f"its groups do not fit beside the other minimums in a batch of {size}"
     return must, waived, lacking
-
-
-def _fits(sizes: Iterable[int], front: Sequence[Waiting], room: int) -> bool:
-    return _reachable(sizes, room - _num_sequences(front))
 
 
 def _num_sequences(groups: Iterable[Waiting]) -> int:
@@ -175,15 +174,6 @@ def _by_size(lane: Lane) -> Iterable[list[Waiting]]:
     for group in lane.waiting:
         apart.setdefault(group.size, []).append(group)
     return apart.values() if len(apart) > 1 else ()
-
-
-def _oldest_id(lane: Lane) -> float:
-    return lane.waiting[0].id if lane.waiting else math.inf
-
-
-def _smallest(lane: Lane) -> int:
-    """The smallest group that waits; where none does, that is to be expected."""
-    return min(_sizes([lane]), default=max(1, lane.group_size))
 
 
 def _front(waiting: Sequence[Waiting], need: int, room: int) -> list[Waiting]:
@@ -205,27 +195,18 @@ def _front(waiting: Sequence[Waiting], need: int, room: int) -> list[Waiting]:
 def _exact(preferred: Sequence[Waiting], size: int) -> list[Waiting] | None:
     """The plain line when it fits. Else groups are passed over, as few of the preferred ones as can be: the first
     is in the batch whenever any exact batch has it, then the second, and so on."""
-    num_plain, total = _plain_line(preferred, size)
-    if total == size:
+    sums = list(accumulate(group.size for group in preferred))
+    num_plain = bisect_right(sums, size)  # groups from the front that fit
+    if num_plain and sums[num_plain - 1] == size:
         return list(preferred[:num_plain])
-    if sum(group.size for group in preferred) < size:  # also keeps the search's memory in proportion to the data
+    if not sums or sums[-1] < size:  # also keeps the search's memory in proportion to the data
         return None
     num_searched = max(2, MAX_SEARCH_BITS // (size + 1))
     # Beyond the search's reach (batches of many thousand sequences) the first groups are taken unasked.
     start = max(0, num_plain - num_searched // 2) if len(preferred) > num_searched else 0
     taken = list(preferred[:start])
-    rest = _first_exact(preferred[start : start + num_searched], size - sum(group.size for group in taken))
+    rest = _first_exact(preferred[start : start + num_searched], size - _num_sequences(taken))
     return None if rest is None else taken + rest
-
-
-def _plain_line(preferred: Sequence[Waiting], size: int) -> tuple[int, int]:
-    """How many groups from the front fit, and how many sequences they have."""
-    total = 0
-    for index, group in enumerate(preferred):
-        if total + group.size > size:
-            return index, total
-        total += group.size
-    return len(preferred), total
 
 
 def _first_exact(candidates: Sequence[Waiting], size: int) -> list[Waiting] | None:

@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from uuid import uuid4
 
 import msgspec
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -121,14 +120,17 @@ def _converted(packed: bytes) -> bytes:
     return msgspec.json.encode({key: getattr(group, key) for key in ATROPOS_KEYS})
 
 
-async def answer(handler: Handler, request: Request) -> tuple[Response, str]:
+async def answer(endpoint: Endpoint, request: Request) -> tuple[Response, str]:
     """The response and, when it is a refusal, the word it is counted under.
 
-    The one place where an error becomes an answer. What a client reads is always our own words.
+    The one place where an error becomes an answer. The text that a client reads is always our own.
     """
     reason = ""
     try:
-        response = await handler(request)
+        why = why_refused(request.scope, endpoint.roles)
+        if why is not None:
+            raise Refused(403, why, reason="not_allowed")
+        response = await endpoint.handler(request)
     except Refused as refused:
         reason = refused.reason
         log.debug("refused", path=request.url.path, status=refused.status, detail=refused.detail)
@@ -155,12 +157,6 @@ async def answer(handler: Handler, request: Request) -> tuple[Response, str]:
         response = json_answer({"detail": "internal error", "incident": incident}, 500)
     reach("hub:before_reply")
     return await _compressed(request, response), reason
-
-
-async def http_error(_: Request, error: Exception) -> Response:
-    """Unknown paths and methods."""
-    assert isinstance(error, HTTPException)  # noqa: S101 - registered for no other
-    return json_answer({"detail": error.detail}, error.status_code, error.headers)
 
 
 async def _compressed(request: Request, response: Response) -> Response:
@@ -243,19 +239,13 @@ class Endpoint:
 
         async def handle(request: Request) -> Response:
             began = time.perf_counter()
-            response, reason = await answer(self._handle, request)
+            response, reason = await answer(self, request)
             watch(self, response.status_code, reason, time.perf_counter() - began)
             return response
 
         route = Route(self.path, handle, methods=[self.method])
         route.methods = {self.method}
         return route
-
-    async def _handle(self, request: Request) -> Response:
-        why = why_refused(request.scope, self.roles)
-        if why is not None:
-            raise Refused(403, why, reason="not_allowed")
-        return await self.handler(request)
 
 
 # ---- bodies
@@ -321,35 +311,33 @@ class StoredPost:
 
 
 async def receive_groups(hub: HubState, request: Request, kind: Kind, content_type: str) -> StoredPost:
+    config = hub.config
+    env_ids: set[int | None] = set()
     try:
-        return await _receive_groups(hub, request, kind, content_type)
+        key = checked_header(request.headers.get("idempotency-key"), "Idempotency-Key")
+        body = await read_body(
+            request, content_type, max_packed=config.max_packed_bytes, max_plain=config.max_body_bytes
+        )
+        validation = ValidationRequest(
+            kind=kind,
+            rules=hub.rules(),
+            is_gzip=body.is_gzip,
+            with_hash=key is not None,
+            max_bytes=config.max_body_bytes,
+            max_cpu_s=CHECK_S + config.max_body_bytes / SLOWEST_CHECKED_BYTES_PER_S,
+        )
+        admitted = await hub.validators.admit(body.content, validation)
+        env_ids = {group.env_id for group in admitted.groups}
+        for env_id in env_ids:
+            if env_id is not None:
+                hub.presence.mark(env_id)
+        post = Post(admitted.groups, key, admitted.body_hash)
+        appended = await asyncio.wrap_future(hub.store.append(post, hub.limits))
     except Refused as refused:
         hub.metrics.refuse_post([refused.env_id], refused.reason)
         raise
-
-
-async def _receive_groups(hub: HubState, request: Request, kind: Kind, content_type: str) -> StoredPost:
-    config = hub.config
-    key = checked_header(request.headers.get("idempotency-key"), "Idempotency-Key")
-    body = await read_body(request, content_type, max_packed=config.max_packed_bytes, max_plain=config.max_body_bytes)
-    validation = ValidationRequest(
-        kind=kind,
-        rules=hub.rules(),
-        is_gzip=body.is_gzip,
-        with_hash=key is not None,
-        max_bytes=config.max_body_bytes,
-        max_cpu_s=CHECK_S + config.max_body_bytes / SLOWEST_CHECKED_BYTES_PER_S,
-    )
-    admitted = await hub.validators.admit(body.content, validation)
-    env_ids = {group.env_id for group in admitted.groups if group.env_id is not None}
-    for env_id in env_ids:
-        hub.presence.mark(env_id)
-    try:
-        appended = await asyncio.wrap_future(
-            hub.store.append(Post(admitted.groups, key, admitted.body_hash), hub.limits)
-        )
     except (StoreRefusal, DiskFull) as refusal:
-        hub.metrics.refuse_post({group.env_id for group in admitted.groups} or {None}, word(refusal))
+        hub.metrics.refuse_post(env_ids or {None}, word(refusal))
         raise
     hub.batch_signal.ring()
     return StoredPost(admitted.groups, appended.num_groups, appended.duplicate)

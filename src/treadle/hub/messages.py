@@ -27,6 +27,7 @@ LONG_TEXTS = ("checkpoint_dir", "reason", "problem", "fix", "state")  # the othe
 INT64 = range(-(2**63), 2**63)
 MAX_DIGITS = 18  # of the numbers in messages: steps are added to, and the sum must still fit in 64 bits
 
+_NOT_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, or half of a surrogate pair: JSON can say it, nothing else can
 _AT = re.compile(r"(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?", re.DOTALL)
 _STEP = re.compile(r"\.(?P<key>\w+)|\[(?P<index>\d+)\]")
 _MISSING = re.compile(r"Object missing required field `(?P<key>\w+)`")
@@ -86,7 +87,9 @@ def unprocessable(kind: str, loc: Sequence[str | int], msg: str, value: Any = No
 
 
 def problem(kind: str, loc: Sequence[str | int], msg: str, value: Any = None) -> Problem:
-    return {"type": kind, "loc": ["body", *loc], "msg": msg, "input": value}
+    """`value` is echoed, except an integer of more than 64 bits, which the encoder refuses."""
+    is_huge = isinstance(value, int) and value not in INT64
+    return {"type": kind, "loc": ["body", *loc], "msg": msg, "input": None if is_huge else value}
 
 
 def too_large(limit: int) -> Refused:
@@ -160,16 +163,8 @@ def check_values(message: msgspec.Struct) -> None:
             longest = MAX_TEXT_CHARS if field in LONG_TEXTS else MAX_NAME_CHARS
             if len(value) > longest:
                 raise unprocessable("too_large_text", (field,), f"must have at most {longest} characters", value[:20])
-            if "\0" in value or not _is_text(value):
+            if _NOT_TEXT.search(value):
                 raise unprocessable("value_error", (field,), "must be text without NUL")
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair: JSON can say it, nothing else can
-        return False
-    return True
 
 
 def _named(complaint: str, body: bytes | bytearray | msgspec.Raw) -> Refused:
@@ -202,8 +197,7 @@ def _echo(body: bytes | bytearray | msgspec.Raw, loc: list[str | int]) -> Any:
         return None
     if isinstance(value, str):
         return value[:100]
-    is_small = isinstance(value, float | bool) or (isinstance(value, int) and value in INT64)
-    return value if is_small else None
+    return value if isinstance(value, int | float) else None
 
 
 # ---- groups
@@ -264,14 +258,10 @@ def id_problems(ids: Sequence[int], rules: GroupRules, loc: Loc) -> Iterator[Pro
     limit = id_limit(rules)
     if min(ids) < 0:
         i, token = next((i, token) for i, token in enumerate(ids) if token < 0)
-        yield problem("negative_id", (*loc, i), "a token id cannot be negative", _echo_int(token))
+        yield problem("negative_id", (*loc, i), "a token id cannot be negative", token)
     elif max(ids) >= limit:
         i, token = next((i, token) for i, token in enumerate(ids) if token >= limit)
-        yield problem("out_of_vocabulary", (*loc, i), f"token ids must be below {limit}", _echo_int(token))
-
-
-def _echo_int(number: int) -> int | None:
-    return number if number in INT64 else None
+        yield problem("out_of_vocabulary", (*loc, i), f"token ids must be below {limit}", token)
 
 
 def origin_problems(group: ScoredGroup | BinaryGroup, rules: GroupRules, loc: Loc) -> Iterator[Problem]:
@@ -282,19 +272,16 @@ def origin_problems(group: ScoredGroup | BinaryGroup, rules: GroupRules, loc: Lo
             yield problem("int_out_of_range", (*loc, name), f"must have at most {MAX_DIGITS} digits")
     if group.env_id is not None and not 0 <= group.env_id < rules.num_envs:
         msg = "no environment has this id: register first (POST /register-env)"
-        yield problem("unknown_env", (*loc, "env_id"), msg, _echo_int(group.env_id))
+        yield problem("unknown_env", (*loc, "env_id"), msg, group.env_id)
     version, newest = group.policy_version, rules.newest_version
     if version is None and rules.needs_version:
         msg = "this hub takes no group of an unknown policy version (--unversioned refuse)"
         yield problem("unknown_version", (*loc, "policy_version"), msg)
     elif version is not None and version < 0:
-        yield problem("future_version", (*loc, "policy_version"), "must be 0 or more", _echo_int(version))
+        yield problem("future_version", (*loc, "policy_version"), "must be 0 or more", version)
     elif version is not None and newest is not None and version > newest:
-        yield problem("future_version", (*loc, "policy_version"), f"the newest version is {newest}", _echo_int(version))
-    yield from _metric_problems(group.metrics or {}, loc)
-
-
-def _metric_problems(metrics: Mapping[str, float], loc: Loc) -> Iterator[Problem]:
+        yield problem("future_version", (*loc, "policy_version"), f"the newest version is {newest}", version)
+    metrics = group.metrics or {}
     if len(metrics) > MAX_METRICS:
         yield problem("too_many", (*loc, "metrics"), f"at most {MAX_METRICS} of them", len(metrics))
     for name, value in metrics.items():

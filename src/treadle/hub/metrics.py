@@ -114,7 +114,10 @@ class Metrics:
         self.after_event = figures.newest_event
         names = {env.env_id: env.name for env in figures.envs[:MAX_NAMED_ENVS]}
         page = Page()
-        _build(page, self._started_at)
+        labels = {"version": version("treadle"), "python": platform.python_version(), "sqlite": sqlite3.sqlite_version}
+        page.family("treadle_hub_build_info", "gauge", "always 1; what the hub is made of").add(1, labels)
+        started = page.family("treadle_hub_start_time_seconds", "gauge", "when the process started, Unix time")
+        started.add(self._started_at)
         _places(page, figures, names, self._delivered)
         _run(page, figures, names, idle_s)
         self._doings(page, names)
@@ -154,18 +157,15 @@ class Metrics:
             page.family(f"treadle_hub_{name}", "histogram", text).add_histogram(histogram)
 
 
-def _build(page: Page, started_at: float) -> None:
-    labels = {"version": version("treadle"), "python": platform.python_version(), "sqlite": sqlite3.sqlite_version}
-    page.family("treadle_hub_build_info", "gauge", "always 1; what the hub is made of").add(1, labels)
-    page.family("treadle_hub_start_time_seconds", "gauge", "when the process started, Unix time").add(started_at)
-
-
 def _places(page: Page, figures: Figures, names: Mapping[int, str], delivered: MonotonicCount) -> None:
     """Where the groups are."""
     by_env: defaultdict[str, dict[str, Tally]] = defaultdict(dict, {name: {} for name in names.values()})
     for (state, env_id), tally in figures.groups.items():
         states = by_env[_name(names, env_id)]
-        states[state] = _sum(states.get(state, Tally()), tally)
+        so_far = states.get(state, Tally())
+        states[state] = Tally(
+            so_far.groups + tally.groups, so_far.sequences + tally.sequences, so_far.bytes + tally.bytes
+        )
     for name, text, of_states in (
         ("accepted_groups_total", "groups stored", ("queued", "leased", "trained", "dropped", "dead")),
         ("trained_groups_total", "groups whose step was acknowledged", ("trained",)),
@@ -218,7 +218,3 @@ def _add_reasons(family: Family, counts: Mapping[tuple[int | None, str], int], n
 
 def _name(names: Mapping[int, str], env_id: int | None) -> str:
     return NO_ENV if env_id is None else names.get(env_id, FURTHER_ENVS)
-
-
-def _sum(one: Tally, other: Tally) -> Tally:
-    return Tally(one.groups + other.groups, one.sequences + other.sequences, one.bytes + other.bytes)

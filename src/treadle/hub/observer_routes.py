@@ -82,7 +82,7 @@ class EventStream:
 
     async def _close_with_hub(self) -> None:
         while True:
-            rung = self._stopping.listen()
+            rung = self._stopping.event
             if self._stopping.closing:
                 break
             await rung.wait()
@@ -99,7 +99,7 @@ class EventStream:
                 yield _gap(oldest)
                 seen = oldest - 1
             while True:
-                rung = self._signal.listen()
+                rung = self._signal.event
                 page = self._store.read(runs.events_after, seen, PAGE)
                 if page:
                     if page[0].id > seen + 1:  # ids have no holes: those between are no longer kept
@@ -108,19 +108,14 @@ class EventStream:
                     seen = page[-1].id
                 elif self._signal.closing:
                     return
-                elif not await _notified_within(rung, heartbeat_s):
-                    yield b": nothing new\n\n"
+                else:
+                    try:
+                        async with asyncio.timeout(heartbeat_s):
+                            await rung.wait()
+                    except TimeoutError:
+                        yield b": nothing new\n\n"
         finally:
             self.num_readers -= 1
-
-
-async def _notified_within(rung: asyncio.Event, seconds: float) -> bool:
-    try:
-        async with asyncio.timeout(seconds):
-            await rung.wait()
-    except TimeoutError:
-        return False
-    return True
 
 
 def _gap(oldest: int) -> bytes:

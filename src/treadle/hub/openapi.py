@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
 import msgspec
 
-from treadle.hub.endpoint import JSON, RETRY_AFTER_S, Endpoint, Link, Parameter
+from treadle.hub.endpoint import JSON, RETRY_AFTER_S, Endpoint, Link
 from treadle.hub.messages import LONG_TEXTS, MAX_DIGITS, MAX_NAME_CHARS, MAX_TEXT_CHARS
 from treadle.wire.hub import Refusal
 
@@ -71,7 +72,7 @@ def document(endpoints: Sequence[Endpoint], *, needs_token: bool) -> bytes:
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer", "description": "the hub's token"}},
         },
     }
-    return msgspec.json.encode(_plain(described))
+    return json.dumps(described, separators=(",", ":")).encode()  # msgspec encodes no integer of 128 bits
 
 
 def _types(types: Iterable[Any]) -> list[Any]:
@@ -80,14 +81,25 @@ def _types(types: Iterable[Any]) -> list[Any]:
 
 
 def _operation(endpoint: Endpoint, schema_of: Mapping[str, Json], needs_token: bool) -> Json:
+    is_open = endpoint.path == "/healthz"
+    security: list[Json] = [{"token": []}] if needs_token else [{}, {"token": []}]
     operation: Json = {
         "operationId": _operation_id(endpoint.method, endpoint.path),
         "summary": endpoint.summary,
-        "responses": _responses(endpoint, schema_of, needs_token),
-        "security": _security(endpoint, needs_token),
+        "responses": _responses(endpoint, schema_of, needs_token=needs_token and not is_open),
+        "security": [] if is_open else security,
     }
     if endpoint.parameters:
-        operation["parameters"] = [_parameter(parameter) for parameter in endpoint.parameters]
+        operation["parameters"] = [
+            {
+                "name": parameter.name,
+                "in": parameter.place,
+                "description": parameter.summary,
+                "required": parameter.place == "path",
+                "schema": dict(parameter.schema),
+            }
+            for parameter in endpoint.parameters
+        ]
     if endpoint.takes_body:
         schema = schema_of[repr(endpoint.body)] if endpoint.body is not None else _raw(endpoint.body_type)
         content: Json = {endpoint.body_type: {"schema": schema}}
@@ -102,27 +114,7 @@ def _operation_id(method: str, path: str) -> str:
     return "_".join([method.lower(), *words]).rstrip("_")
 
 
-def _security(endpoint: Endpoint, needs_token: bool) -> list[Json]:
-    if not is_guarded(endpoint):
-        return []
-    return [{"token": []}] if needs_token else [{}, {"token": []}]
-
-
-def is_guarded(endpoint: Endpoint) -> bool:
-    return endpoint.path != "/healthz"
-
-
-def _parameter(parameter: Parameter) -> Json:
-    return {
-        "name": parameter.name,
-        "in": parameter.place,
-        "description": parameter.summary,
-        "required": parameter.place == "path",
-        "schema": dict(parameter.schema),
-    }
-
-
-def _responses(endpoint: Endpoint, schema_of: Mapping[str, Json], needs_token: bool) -> Json:
+def _responses(endpoint: Endpoint, schema_of: Mapping[str, Json], *, needs_token: bool) -> Json:
     schema = schema_of[repr(endpoint.answer)] if endpoint.answer is not None else _raw(endpoint.media_type)
     content = {endpoint.media_type: {"schema": schema}}
     content |= {media_type: {"schema": _raw(media_type)} for media_type in endpoint.further_types}
@@ -132,7 +124,7 @@ def _responses(endpoint: Endpoint, schema_of: Mapping[str, Json], needs_token: b
     statuses = {*OF_EVERY_ROUTE, *endpoint.refusals}
     if endpoint.takes_body:
         statuses.update(OF_A_BODY)
-    if needs_token and is_guarded(endpoint):
+    if needs_token:
         statuses.add(401)
     return {"200": done, **{str(status): {"$ref": f"#/components/responses/{status}"} for status in sorted(statuses)}}
 
@@ -169,14 +161,3 @@ def _limit(component: Json) -> None:
             elif one.get("type") == "string":
                 one.setdefault("maxLength", MAX_TEXT_CHARS if name in LONG_TEXTS else MAX_NAME_CHARS)
                 one.setdefault("pattern", r"^[^\u0000]*$")
-
-
-def _plain(value: Any) -> Any:
-    """Integers of more than 64 bits are written out by hand: the encoder knows none."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, int) and value.bit_length() > 63:
-        return msgspec.Raw(str(value).encode())
-    return value

@@ -32,7 +32,7 @@ from treadle.hub.endpoint import (
 from treadle.hub.messages import MAX_DIGITS, Refused, unprocessable, whole_number
 from treadle.hub.state import HubState, batch_share, explain, reset, why_no_batch
 from treadle.log import get_logger
-from treadle.store import Batch, DamagedGroups, StoredGroup, groups, runs
+from treadle.store import Batch, DamagedGroups, groups, runs
 from treadle.wire import binary
 from treadle.wire.hub import (
     Acknowledged,
@@ -79,7 +79,14 @@ class OwnRoutes:
                 "POST", "/v1/lease", self.lease, "lease the batch of a step; held until there is one, or for wait_s",
                 roles=TRAINER, body=LeaseRequest, example={"step": 1, "holder": "trainer", "wait_s": 0.0},
                 answer=LeaseAnswer, further_types=(binary.CONTENT_TYPE,), refusals=(409, 507),
-                links={verb: _of_the_lease(verb) for verb in ("renew", "ack", "nack")},
+                links={
+                    verb: Link(
+                        "POST", f"/v1/batches/{{step}}/{verb}", f"{verb} the batch that was leased",
+                        parameters={"step": "$response.body#/batch/step"},
+                        body={"token": "{$response.body#/batch/token}"},
+                    )
+                    for verb in ("renew", "ack", "nack")
+                },
             ),
             *(
                 Endpoint(
@@ -124,7 +131,11 @@ class OwnRoutes:
             raise unprocessable("greater_than_equal", ("step",), "must be 0 or more", asked.step)
         if not asked.holder:
             raise unprocessable("value_error", ("holder",), "must name the trainer", asked.holder)
-        self._refuse_far_step(asked.step)
+        run, _, newest = self._hub.store.read(runs.admission_facts)
+        if run.trainer is not None and asked.step > newest + 1:
+            # Steps are begun in order. One far ahead would make every later policy version and step acceptable.
+            msg = f"the newest step is {newest}: lease at most step {newest + 1}"
+            raise unprocessable("less_than_equal", ("step",), msg, asked.step)
         batch = await self._wait_for_batch(asked)
         if batch is not None:
             log.info(
@@ -142,18 +153,11 @@ class OwnRoutes:
             return json_answer(LeaseAnswer(batch=None, reason=why_no_batch(self._hub)))
         return raw_json(await lease_json(batch, config.lease_s, max_age))
 
-    def _refuse_far_step(self, step: int) -> None:
-        """Steps are begun in order. One far ahead would make every later policy version and step acceptable."""
-        run, _, newest = self._hub.store.read(runs.admission_facts)
-        if run.trainer is not None and step > newest + 1:
-            msg = f"the newest step is {newest}: lease at most step {newest + 1}"
-            raise unprocessable("less_than_equal", ("step",), msg, step)
-
     async def _wait_for_batch(self, asked: LeaseRequest) -> Batch | None:
         hub = self._hub
         until_s = asyncio.get_running_loop().time() + min(max(asked.wait_s, 0.0), MAX_WAIT_S)
         while True:
-            rung = hub.batch_signal.listen()
+            rung = hub.batch_signal.event
             lease = await asyncio.wrap_future(hub.store.lease(asked.step, asked.holder, hub.terms))
             hub.batch_signal.asked(is_met=lease is not None)
             if lease is not None:
@@ -286,16 +290,6 @@ class OwnRoutes:
         return json_answer(Health(status="ok"))
 
 
-def _of_the_lease(verb: str) -> Link:
-    return Link(
-        "POST",
-        f"/v1/batches/{{step}}/{verb}",
-        f"{verb} the batch that was leased",
-        parameters={"step": "$response.body#/batch/step"},
-        body={"token": "{$response.body#/batch/token}"},
-    )
-
-
 # ---- leases as JSON or in binary form
 
 
@@ -309,28 +303,20 @@ async def lease_json(batch: Batch, lease_s: float, max_age: int | None) -> bytes
         batch.token.encode(),
         msgspec.json.encode(lease_s),
     )
-    groups = [await _group_json(group, _weight(group, batch.step, max_age)) for group in batch.groups]
-    return head + b",".join(groups) + b']},"reason":""}'
-
-
-async def _group_json(group: StoredGroup, weight: float) -> bytes:
-    ours = (
-        msgspec.json.encode(group.policy_version),
-        msgspec.json.encode(group.item),
-        group.metrics or b"null",
-        msgspec.json.encode(weight),
-    )
-    payload = await stored_json(group.format, group.payload)
-    return payload[:-1] + b',"policy_version":%s,"item":%s,"metrics":%s,"weight":%s}' % ours
+    packed = []
+    for group in batch.groups:
+        payload = await stored_json(group.format, group.payload)
+        ours = (
+            msgspec.json.encode(group.policy_version),
+            msgspec.json.encode(group.item),
+            group.metrics or b"null",
+            msgspec.json.encode(freshness(group.policy_version, batch.step, max_age)),
+        )
+        packed.append(payload[:-1] + b',"policy_version":%s,"item":%s,"metrics":%s,"weight":%s}' % ours)
+    return head + b",".join(packed) + b']},"reason":""}'
 
 
 def lease_binary(batch: Batch, lease_s: float, max_age: int | None) -> bytes:
-    stored = [group.content(_weight(group, batch.step, max_age)) for group in batch.groups]
+    stored = [group.content(freshness(group.policy_version, batch.step, max_age)) for group in batch.groups]
     packed = binary.BinaryBatch(step=batch.step, token=batch.token, lease_s=lease_s, groups=stored)
     return binary.pack_answer(binary.BinaryAnswer(batch=packed))
-
-
-def _weight(group: StoredGroup, step: int, max_age: int | None) -> float:
-    """The trainer of step s is at version s - 1."""
-    age = None if group.policy_version is None else step - 1 - group.policy_version
-    return freshness(age, max_age)

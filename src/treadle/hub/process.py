@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 
@@ -20,11 +19,11 @@ from treadle.clock import awake_s
 from treadle.config.schema import HubConfig
 from treadle.faults import reach
 from treadle.hub.atropos_routes import AtroposRoutes
-from treadle.hub.endpoint import OBSERVER, Endpoint, Handler, access_of, http_error, raw_json
+from treadle.hub.endpoint import OBSERVER, Endpoint, Handler, access_of, json_answer, raw_json
 from treadle.hub.observer_routes import EventStream, ObserverRoutes
 from treadle.hub.openapi import document
 from treadle.hub.own_routes import OwnRoutes
-from treadle.hub.state import Clock, HubState, explain
+from treadle.hub.state import HubState, explain
 from treadle.log import get_logger
 from treadle.net.access import Access, Guard
 from treadle.net.connections import HttpLimits
@@ -38,11 +37,6 @@ from treadle.watch.watchdog import Watchdog
 
 OnLoop = Callable[[asyncio.AbstractEventLoop], None]
 Page = tuple[str, Handler]  # (path, what answers GET): served beside the interface, and no part of its description
-
-
-def build_app(store: Store, config: HubConfig, clock: Clock = time.monotonic) -> Guard:
-    """`build_app(Store.open(path), HubConfig())`. The caller closes the store in the end."""
-    return app_of(HubState.build(store, config, clock), access_of(config, os.environ))
 
 
 def app_of(hub: HubState, access: Access, pages: Sequence[Page] = (), on_loop: OnLoop = lambda _: None) -> Guard:
@@ -62,10 +56,10 @@ def app_of(hub: HubState, access: Access, pages: Sequence[Page] = (), on_loop: O
     async def openapi(_: Request) -> Response:
         return raw_json(description)
 
-    async def no_route(request: Request, error: Exception) -> Response:
+    async def no_route(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)  # noqa: S101 - registered for no other
         hub.metrics.no_route(str(error.status_code))
-        return await http_error(request, error)
+        return json_answer({"detail": error.detail}, error.status_code, error.headers)
 
     endpoints = [
         *AtroposRoutes(hub).endpoints(),
@@ -92,11 +86,7 @@ LARGE_BODIES = 4  # of the largest size that may be worked on at once: there are
 log = get_logger("hub")
 
 
-def no_pages(*_: object) -> contextlib.AbstractContextManager[Sequence[Page]]:
-    return contextlib.nullcontext(())
-
-
-def serve(config: HubConfig, pages: Pages = no_pages) -> None:
+def serve(config: HubConfig, pages: Pages = lambda *_: contextlib.nullcontext(())) -> None:
     """Run until SIGTERM or SIGINT; then answer what waits, flush and return."""
     access = access_of(config, os.environ)
     listener = take_port(config.host, config.port)

@@ -64,7 +64,11 @@ class ProcessReports:
             return ReportTaken()  # a report that is not kept asks for no stacks: nothing would ever remove that request
         self._reports[key] = (report, self._clock())
         self._blame(key, report)
-        return ReportTaken(dump=self._may_dump(key))
+        why = self._to_dump.pop(key, "")
+        if why and self._clock() - self._dumped_s.get(key, -DUMPS_APART_S) >= DUMPS_APART_S:
+            self._dumped_s[key] = self._clock()
+            return ReportTaken(dump=why)
+        return ReportTaken()
 
     def standings(self) -> list[ProcessStanding]:
         self._forget_old()
@@ -78,13 +82,6 @@ class ProcessReports:
         self._reports.clear()
         self._to_dump.clear()
         self._blamed.clear()
-
-    def _may_dump(self, key: _Key) -> str:
-        why = self._to_dump.pop(key, "")
-        if not why or self._clock() - self._dumped_s.get(key, -DUMPS_APART_S) < DUMPS_APART_S:
-            return ""
-        self._dumped_s[key] = self._clock()
-        return why
 
     def _blame(self, key: _Key, report: ProcessReport) -> None:
         """Ask the processes that a late wait depends on for their stacks, once for each wait."""
@@ -112,10 +109,10 @@ class ProcessReports:
 
 
 class BatchSignal:
-    """Wakes calls that wait for a batch. Call listen(), then check the queue, then wait: no notification is missed."""
+    """Wakes calls that wait for a batch. Take `event`, then check the queue, then wait: no notification is missed."""
 
     def __init__(self) -> None:
-        self._event = asyncio.Event()
+        self.event = asyncio.Event()  # set at the next ring; a new one takes its place
         self.closing = False
         self._num_waiting = 0
         self._last_unmet_s: float | None = None  # when a trainer last asked for a batch in vain
@@ -137,12 +134,9 @@ class BatchSignal:
         finally:
             self._num_waiting -= 1
 
-    def listen(self) -> asyncio.Event:
-        return self._event
-
     def ring(self) -> None:
-        self._event.set()
-        self._event = asyncio.Event()
+        self.event.set()
+        self.event = asyncio.Event()
 
     def close(self) -> None:
         """The process ends: answer all waiting calls now."""
@@ -234,20 +228,14 @@ class HubState:
     def rules(self) -> GroupRules:
         """GroupRules for groups that arrive now."""
         run, num_envs, newest_step = self.store.read(runs.admission_facts)
-        trainer, needs_version = run.trainer, self.config.unversioned == "refuse"
-        if trainer is None:
-            return GroupRules(
-                num_envs=num_envs,
-                newest_version=newest_step,
-                needs_version=needs_version,
-            )
+        trainer = run.trainer
         return GroupRules(
             num_envs=num_envs,
-            vocab_size=trainer.vocab_size,
-            max_token_len=trainer.max_token_len if trainer.max_token_len > 0 else None,
-            batch_size=trainer.batch_size if trainer.batch_size > 0 else None,
+            vocab_size=trainer.vocab_size if trainer else None,
+            max_token_len=trainer.max_token_len if trainer and trainer.max_token_len > 0 else None,
+            batch_size=trainer.batch_size if trainer and trainer.batch_size > 0 else None,
             newest_version=newest_step,
-            needs_version=needs_version,
+            needs_version=self.config.unversioned == "refuse",
         )
 
 

@@ -16,6 +16,7 @@ import socket
 import sys
 import traceback
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -122,7 +123,7 @@ class ValidationWorkers:
             try:
                 result = await worker.validate(body, request)
             except WorkerDied as died:
-                if died.while_reading and await worker.exit_code() == -signal.SIGPROF:
+                if died.while_reading and await _end(worker.process) == -signal.SIGPROF:
                     detail = f"the body takes more than {request.max_cpu_s:g} s to check: send fewer groups at once"
                     raise Refused(413, detail, reason="too_costly") from None
                 num_deaths += died.while_reading
@@ -158,17 +159,16 @@ class ValidationWorkers:
             for _ in range(REQUESTS_PER_WORKER):
                 self._idle.put_nowait(worker)
             try:
-                await worker.ended()
-                log.warning("validation_worker_died", pid=worker.pid)
+                await asyncio.wait([worker.reading])
+                log.warning("validation_worker_died", pid=worker.process.pid)
             finally:
                 self.running.discard(worker)
                 await worker.stop()
 
 
+@dataclass(eq=False)
 class WorkerDied(Exception):
-    def __init__(self, *, while_reading: bool) -> None:
-        super().__init__(while_reading)
-        self.while_reading = while_reading
+    while_reading: bool
 
 
 class _Worker:
@@ -177,13 +177,13 @@ class _Worker:
     def __init__(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        self._process = process
+        self.process = process
         self._reader = reader
         self._writer = writer
         self._answers: deque[asyncio.Future[ValidationResult]] = deque()
         self._has_begun = False  # whether the first of them is being validated
         self._heard_at = 0.0  # when it last sent something, or got a request while idle
-        self._reading = asyncio.create_task(self._read())
+        self.reading = asyncio.create_task(self._read())  # ends with the process
 
     @classmethod
     async def start(cls) -> _Worker:
@@ -206,12 +206,8 @@ class _Worker:
             raise
         return cls(process, reader, writer)
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     async def validate(self, body: bytes | bytearray, request: ValidationRequest) -> ValidationResult:
-        if self._reading.done():
+        if self.reading.done():
             raise WorkerDied(while_reading=False)
         packed = msgspec.msgpack.encode(request)
         answer: asyncio.Future[ValidationResult] = asyncio.get_running_loop().create_future()
@@ -224,16 +220,8 @@ class _Worker:
         while not answer.done() and (left_s := self._heard_at + SILENT_S - awake_s()) > 0:
             await asyncio.wait([answer], timeout=left_s)
         if not answer.done():  # it hangs: the next worker shows whether the body is the cause
-            _kill(self._process)
+            _kill(self.process)
         return await answer
-
-    async def exit_code(self) -> int:
-        """Kill the process if it still runs, and return its exit code."""
-        return await _end(self._process)
-
-    async def ended(self) -> None:
-        """Returns when the process is gone."""
-        await asyncio.wait([self._reading])
 
     async def _read(self) -> None:
         """Results come in the order of the requests."""
@@ -258,9 +246,9 @@ class _Worker:
 
     async def stop(self) -> None:
         """Kill it: it holds no state."""
-        self._reading.cancel()
+        self.reading.cancel()
         self._writer.close()
-        await _end(self._process)
+        await _end(self.process)
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
@@ -271,7 +259,7 @@ def _kill(process: asyncio.subprocess.Process) -> None:
 
 
 async def _end(process: asyncio.subprocess.Process) -> int:
-    """Kill it and collect its exit code: asyncio warns of a child that outlives its event loop."""
+    """Kill it if it still runs, and collect its exit code: asyncio warns of a child that outlives its event loop."""
     _kill(process)
     return await process.wait()
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from treadle.config.schema import HubConfig
-from treadle.hub.process import build_app
+from treadle.hub.endpoint import access_of
+from treadle.hub.process import app_of
+from treadle.hub.state import HubState
 from treadle.store import Store
 
 LOCAL = "http://127.0.0.1:8000"
@@ -78,7 +81,9 @@ def store(config: HubConfig, clock: HandClock) -> Iterator[Store]:
 
 @pytest.fixture
 def client(store: Store, config: HubConfig, clock: HandClock) -> Iterator[TestClient]:
-    with TestClient(build_app(store, config, clock), LOCAL, client=("127.0.0.1", 50_000)) as opened:
+    with TestClient(
+        app_of(HubState.build(store, config, clock), access_of(config, os.environ)), LOCAL, client=("127.0.0.1", 50_000)
+    ) as opened:
         yield opened
 
 

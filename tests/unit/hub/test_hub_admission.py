@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import time
 import zlib
 
 import pytest
 from starlette.testclient import TestClient
 
-from treadle.hub.process import build_app
+from treadle.hub.endpoint import access_of
+from treadle.hub.process import app_of
+from treadle.hub.state import HubState
 
 JSON = {"Content-Type": "application/json"}
 PACKED = JSON | {"Content-Encoding": "gzip"}
@@ -234,7 +237,9 @@ def test_groups_of_an_unknown_version_are_refused_where_that_is_wished(store, co
     if has_trainer:
         calls.register()
     with TestClient(
-        build_app(store, strict, clock), str(calls.client.base_url), client=("127.0.0.1", 50_000)
+        app_of(HubState.build(store, strict, clock), access_of(strict, os.environ)),
+        str(calls.client.base_url),
+        client=("127.0.0.1", 50_000),
     ) as client:
         answer = client.post("/scored_data", json=calls.group())
         assert answer.status_code == 422

@@ -93,7 +93,7 @@ def test_a_reader_is_woken_by_the_commit_itself(store):
 def test_a_commit_does_not_wake_those_who_wait_for_a_batch(store):
     async def read():
         async with event_stream_of(store) as (event_stream, signal):
-            was_signalled = signal.listen()
+            was_signalled = signal.event
             reader = Reader(event_stream.stream(0))
             await asyncio.to_thread(happen, store, 3)
             await reader.ids(3)

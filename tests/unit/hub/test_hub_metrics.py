@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 import msgspec
 import pytest
@@ -9,7 +10,9 @@ from starlette.testclient import TestClient
 
 from tests.unit.hub.conftest import LOCAL, HubCalls
 from treadle.hub import metrics
-from treadle.hub.process import build_app
+from treadle.hub.endpoint import access_of
+from treadle.hub.process import app_of
+from treadle.hub.state import HubState
 from treadle.net.exposition import CONTENT_TYPE, Histogram, Page
 from treadle.store import Store
 from treadle.wire import binary
@@ -50,7 +53,9 @@ def figures(client):
 
 @contextlib.contextmanager
 def hub_of(store, config, clock):
-    with TestClient(build_app(store, config, clock), LOCAL, client=("127.0.0.1", 50_000)) as client:
+    with TestClient(
+        app_of(HubState.build(store, config, clock), access_of(config, os.environ)), LOCAL, client=("127.0.0.1", 50_000)
+    ) as client:
         yield HubCalls(client)
 
 

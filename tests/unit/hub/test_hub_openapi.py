@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from starlette.testclient import TestClient
 
 from tests.unit.hub.conftest import LOCAL
-from treadle.hub.process import build_app
+from treadle.hub.endpoint import access_of
+from treadle.hub.process import app_of
+from treadle.hub.state import HubState
 from treadle.wire.binary import CONTENT_TYPE
 
 TOKEN = "a-token-of-the-tests-0123456789"  # noqa: S105
@@ -104,7 +107,9 @@ def test_a_token_is_needed_where_the_hub_needs_one(described, store, config, clo
     assert described["paths"]["/info"]["get"]["security"] == [{}, {"token": []}]
     assert "401" not in described["paths"]["/info"]["get"]["responses"]
     monkeypatch.setenv("TREADLE_HUB_TOKEN", TOKEN)
-    with TestClient(build_app(store, config, clock), LOCAL, client=("127.0.0.1", 50_000)) as client:
+    with TestClient(
+        app_of(HubState.build(store, config, clock), access_of(config, os.environ)), LOCAL, client=("127.0.0.1", 50_000)
+    ) as client:
         assert client.get("/openapi.json").status_code == 401
         answer = client.get(f"/t/{TOKEN}/openapi.json")
     guarded = answer.json()

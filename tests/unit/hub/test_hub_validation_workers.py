@@ -42,7 +42,7 @@ def at_work(num_workers: int, scenario: Callable[[ValidationWorkers], Awaitable[
 
 def kill(worker: _Worker) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.kill(worker._process.pid, signal.SIGKILL)
+        os.kill(worker.process.pid, signal.SIGKILL)
 
 
 def test_answers_go_to_those_who_asked():
@@ -168,7 +168,7 @@ def test_a_hanging_worker_is_replaced_and_its_jobs_are_repeated(monkeypatch):
 
     async def scenario(validators: ValidationWorkers) -> None:
         (stopped,) = validators.running
-        os.kill(stopped.pid, signal.SIGSTOP)
+        os.kill(stopped.process.pid, signal.SIGSTOP)
         sizes = (2_000_000, 6000, 6000, 6000, 6000, 6000)  # the first does not fit into what the system keeps for it
         admitted = await asyncio.gather(*(validators.admit(body(tag, size), ORDER) for tag, size in enumerate(sizes)))
         assert len(admitted) == 6
@@ -190,7 +190,7 @@ def test_a_body_that_takes_too_much_cpu_time_is_refused_at_once():
         assert (costly.status, costly.reason) == (413, "too_costly")
         assert costly.detail == "the body takes more than 0.02 s to check: send fewer groups at once"
         assert not isinstance(other, BaseException)
-        assert await victim.exit_code() == -signal.SIGPROF
+        assert await victim.process.wait() == -signal.SIGPROF
         assert (await validators.admit(body(3), ORDER)).groups
 
     at_work(1, scenario)
@@ -211,7 +211,7 @@ def test_a_worker_that_works_is_not_taken_for_one_that_hangs(monkeypatch):
         monkeypatch.setattr(worker._reader, "readexactly", read_late)
         admitted = await asyncio.gather(*(validators.admit(body(tag), ORDER) for tag in range(REQUESTS_PER_WORKER)))
         assert len(admitted) == REQUESTS_PER_WORKER
-        assert worker._process.returncode is None
+        assert worker.process.returncode is None
 
     at_work(1, scenario)
 
