@@ -25,8 +25,7 @@ from treadle.store.browse import content_of
 from treadle.track.files import TOKENS_FOLDER, RolloutTokens, TokenFiles
 from treadle.store import Batch, LeaseTerms, Limits, NewGroup, Post, Store, runs
 from treadle.track.token_files import FOLDER, RolloutTokens, TokenFiles
-from treadle.wire.binary import from_stored, pack_group
-from treadle.wire.groups import ATROPOS_KEYS, IGNORED, NO_LOGPROB, ScoredGroup, fingerprint
+from treadle.wire.groups import ATROPOS_KEYS, IGNORED, NO_LOGPROB, ScoredGroup, fingerprint, from_stored, pack_group
 from treadle.wire.hub import RegisterEnv, RegisterTrainer
 
 GROUP_SIZE = 4

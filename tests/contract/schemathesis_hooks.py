@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import schemathesis
 
-from treadle.wire.binary import CONTENT_TYPE
+from treadle.wire.groups import BINARY_TYPE
 
 LONGEST_WAIT_S = 0.05  # a lease is held for as long as the client says
 MOST = {"max_token_len": 1, "vocab_size": 1, "step": 5, "starting_step": 3}
@@ -55,7 +55,7 @@ def _are_rows(value: Any) -> bool:
     )
 
 
-@schemathesis.serializer(CONTENT_TYPE)
+@schemathesis.serializer(BINARY_TYPE)
 def in_our_binary_form(_: schemathesis.SerializationContext, value: Any) -> bytes:
     """Bytes as they are; else a list of values, each packed on its own, as groups are."""
     if isinstance(value, bytes):

@@ -20,11 +20,11 @@ import pytest
 
 from tests.contract.atropos_calls import JSON, TRAINER, chunked, group, raw_exchange, request_bytes
 from tests.hub_process import HubProcess
-from treadle.wire import binary
+from treadle.wire.groups import BINARY_TYPE
 
 MIB = 2**20
 PACKED = JSON | {"Content-Encoding": "gzip"}
-BINARY = {"Content-Type": binary.CONTENT_TYPE, "Content-Encoding": "gzip"}
+BINARY = {"Content-Type": BINARY_TYPE, "Content-Encoding": "gzip"}
 ROOM = 100 * MIB
 
 

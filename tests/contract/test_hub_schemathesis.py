@@ -21,8 +21,7 @@ import schemathesis
 
 import tests.contract.schemathesis_hooks  # noqa: F401 - our binary form
 from tests.hub_process import HubProcess
-from treadle.wire import binary
-from treadle.wire.groups import ScoredGroup
+from treadle.wire.groups import BINARY_TYPE, ScoredGroup, join_groups, pack_group
 
 HERE = Path(__file__).parent
 TRAINER = {
@@ -103,10 +102,10 @@ def test_every_route_of_a_real_run_answers_as_described(tmp_path: Path):
         assert call("POST", "/scored_data", body=GROUP | {"env_id": 0})["status"] == "received"
         assert call("POST", "/scored_data", body=LARGE | {"env_id": 0})["status"] == "buffered"
         assert call("POST", "/scored_data_list", body=[LARGE | {"env_id": 0}] * 5)["buffered"] == 5
-        packed = binary.join_groups([binary.pack_group(msgspec.convert(GROUP, ScoredGroup))] * 3)
+        packed = join_groups([pack_group(msgspec.convert(GROUP, ScoredGroup))] * 3)
         key = {"Idempotency-Key": "k"}
         for status in ("received", "duplicate"):
-            part = {"body": packed, "media_type": binary.CONTENT_TYPE, "headers": key}
+            part = {"body": packed, "media_type": BINARY_TYPE, "headers": key}
             assert call("POST", "/v1/groups", **part)["status"] == status
         for step, last in ((1, "ack"), (2, "nack")):
             batch = call("POST", "/v1/lease", body={"step": step, "holder": "t"})["batch"]

@@ -24,6 +24,8 @@ from treadle.store.records import StoredGroup
 from treadle.track.files import RolloutTokens, TokenFiles
 from treadle.wire import binary
 from treadle.wire.groups import IGNORED, NO_LOGPROB, ScoredGroup, common_prefix, fingerprint
+from treadle.track.token_files import RolloutTokens, TokenFiles
+from treadle.wire.groups import IGNORED, NO_LOGPROB, ScoredGroup, common_prefix, fingerprint, from_stored
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -119,7 +121,7 @@ def _whole_characters(ids: Sequence[int], pieces: list[str], tokenizer: Tokenize
 
 
 def open_group(stored: StoredGroup) -> ScoredGroup:
-    return binary.from_stored(stored.content())
+    return from_stored(stored.content())
 
 
 def view_group(

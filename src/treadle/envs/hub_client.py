@@ -16,8 +16,7 @@ from treadle.net.client import HttpClient
 from treadle.net.tokens import HUB_TOKEN_VARIABLE
 from treadle.net.urls import is_loopback, shown_url
 from treadle.watch.waits import Wait, Waits, WaitSpec
-from treadle.wire.binary import CONTENT_TYPE, join_groups, pack_group
-from treadle.wire.groups import ScoredGroup
+from treadle.wire.groups import BINARY_TYPE, ScoredGroup, join_groups, pack_group
 from treadle.wire.hub import BatchInfo, EnvStanding, Progress, RegisteredEnv, RegisterEnv
 
 log = get_logger("env")
@@ -118,7 +117,7 @@ class HubClient:
             await self._post_body(join_groups(part), f"{key}.{number}" if number else key)
 
     async def _post_body(self, body: bytes, key: str) -> None:
-        headers = {"Idempotency-Key": key, "Content-Type": CONTENT_TYPE}
+        headers = {"Idempotency-Key": key, "Content-Type": BINARY_TYPE}
         if not is_loopback(self._peer.url):  # on one machine, to compress costs more than to copy
             body = await asyncio.to_thread(gzip.compress, body, 1, mtime=0)
             headers["Content-Encoding"] = "gzip"

@@ -40,9 +40,8 @@ from treadle.hub.messages import (
     unprocessable,
 )
 from treadle.store.records import NewGroup
-from treadle.wire import binary
 from treadle.wire.counting import TooMany, check_json, check_msgpack
-from treadle.wire.groups import ATROPOS_KEYS, ScoredGroup
+from treadle.wire.groups import ATROPOS_KEYS, BinaryGroup, ScoredGroup, numbers, open_group, split_groups
 
 JsonText = bytes | bytearray | msgspec.Raw
 
@@ -221,7 +220,7 @@ def _length_problems(group: ScoredGroup, loc: Loc) -> Iterator[Problem]:
 
 def _read_binary(body: bytes | bytearray, rules: GroupRules) -> list[NewGroup]:
     try:
-        packed_groups = binary.split_groups(body)
+        packed_groups = split_groups(body)
     except (msgspec.DecodeError, RecursionError):
         raise unprocessable("value_error", (), "the body is no list of packed groups") from None
     check_count(len(packed_groups))
@@ -231,7 +230,7 @@ def _read_binary(body: bytes | bytearray, rules: GroupRules) -> list[NewGroup]:
 def _admit_packed(packed: bytes, rules: GroupRules, loc: Loc) -> NewGroup:
     try:
         check_msgpack(packed)
-        group = binary.open_group(packed)
+        group = open_group(packed)
     except TooMany as error:
         raise unprocessable("too_many", loc, str(error)) from None
     except (msgspec.DecodeError, RecursionError):
@@ -254,7 +253,7 @@ def _admit_packed(packed: bytes, rules: GroupRules, loc: Loc) -> NewGroup:
     )
 
 
-def _packed_problems(group: binary.BinaryGroup, rules: GroupRules, loc: Loc) -> Iterator[Problem]:
+def _packed_problems(group: BinaryGroup, rules: GroupRules, loc: Loc) -> Iterator[Problem]:
     yield from size_problems(group.lengths, rules, loc)
     num_bytes = 4 * sum(group.lengths)
     for name in ("tokens", "masks", "inference_logprobs"):
@@ -266,9 +265,9 @@ def _packed_problems(group: binary.BinaryGroup, rules: GroupRules, loc: Loc) -> 
     if len(group.scores) != len(group.lengths):
         msg = f"{len(group.scores)} scores for {len(group.lengths)} sequences"
         yield problem("length_mismatch", (*loc, "scores"), msg, len(group.scores))
-    yield from id_problems(binary.numbers("i", group.tokens), rules, (*loc, "tokens"))
+    yield from id_problems(numbers("i", group.tokens), rules, (*loc, "tokens"))
     logprobs = group.inference_logprobs
-    if logprobs is not None and not math.isfinite(sum(binary.numbers("f", logprobs))):
+    if logprobs is not None and not math.isfinite(sum(numbers("f", logprobs))):
         yield problem("finite_number", (*loc, "inference_logprobs"), "must be finite numbers")
     where = first_not_finite(group.scores)
     if where is not None:

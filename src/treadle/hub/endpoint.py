@@ -52,8 +52,7 @@ from treadle.store import (
     StoreRefusal,
     runs,
 )
-from treadle.wire import binary
-from treadle.wire.groups import ATROPOS_KEYS
+from treadle.wire.groups import ATROPOS_KEYS, BINARY_TYPE, unpack_group
 from treadle.wire.hub import PostedGroups
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -116,7 +115,7 @@ async def stored_json(format: Format, payload: bytes) -> bytes:
 
 
 def _converted(packed: bytes) -> bytes:
-    group = binary.unpack_group(packed)
+    group = unpack_group(packed)
     return msgspec.json.encode({key: getattr(group, key) for key in ATROPOS_KEYS})
 
 
@@ -270,8 +269,8 @@ async def read_body(request: Request, content_type: str, *, max_packed: int, max
     sent_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
     is_json = sent_type.startswith("application/") and sent_type.endswith("+json")
     if sent_type != content_type and not (is_json and content_type == JSON):
-        if content_type == binary.CONTENT_TYPE:
-            raise Refused(415, f"the body must be sent as Content-Type: {binary.CONTENT_TYPE}", reason="content_type")
+        if content_type == BINARY_TYPE:
+            raise Refused(415, f"the body must be sent as Content-Type: {BINARY_TYPE}", reason="content_type")
         raise unprocessable("model_attributes_type", (), "the body must be sent as Content-Type: application/json")
     encoding = request.headers.get("content-encoding", "").strip().lower()
     is_gzip = "gzip" in encoding

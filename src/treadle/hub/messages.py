@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from treadle.wire.binary import BinaryGroup, RareFields
-from treadle.wire.groups import ScoredGroup
+from treadle.wire.groups import BinaryGroup, RareFields, ScoredGroup
 
 T = TypeVar("T")
 Flat = TypeVar("Flat", bound=msgspec.Struct)

@@ -33,7 +33,7 @@ from treadle.hub.messages import MAX_DIGITS, Refused, unprocessable, whole_numbe
 from treadle.hub.state import HubState, batch_share, explain, reset, why_no_batch
 from treadle.log import get_logger
 from treadle.store import Batch, DamagedGroups, groups, runs
-from treadle.wire import binary
+from treadle.wire.groups import BINARY_TYPE, BinaryAnswer, BinaryBatch, LeaseAnswer
 from treadle.wire.hub import (
     Acknowledged,
     DeadLetters,
@@ -42,7 +42,6 @@ from treadle.wire.hub import (
     Explanation,
     Health,
     HubStatus,
-    LeaseAnswer,
     LeaseRequest,
     LeaseUpdate,
     PostedGroups,
@@ -72,13 +71,13 @@ class OwnRoutes:
         return [
             Endpoint(
                 "POST", "/v1/groups", self.groups, "post groups in our binary form", roles=ENVIRONMENT,
-                body_type=binary.CONTENT_TYPE, parameters=(IDEMPOTENCY_KEY,), answer=PostedGroups,
+                body_type=BINARY_TYPE, parameters=(IDEMPOTENCY_KEY,), answer=PostedGroups,
                 refusals=(409, 415, 507),
             ),
             Endpoint(
                 "POST", "/v1/lease", self.lease, "lease the batch of a step; held until there is one, or for wait_s",
                 roles=TRAINER, body=LeaseRequest, example={"step": 1, "holder": "trainer", "wait_s": 0.0},
-                answer=LeaseAnswer, further_types=(binary.CONTENT_TYPE,), refusals=(409, 507),
+                answer=LeaseAnswer, further_types=(BINARY_TYPE,), refusals=(409, 507),
                 links={
                     verb: Link(
                         "POST", f"/v1/batches/{{step}}/{verb}", f"{verb} the batch that was leased",
@@ -120,7 +119,7 @@ class OwnRoutes:
         ]  # fmt: skip
 
     async def groups(self, request: Request) -> Response:
-        received = await receive_groups(self._hub, request, "binary", binary.CONTENT_TYPE)
+        received = await receive_groups(self._hub, request, "binary", BINARY_TYPE)
         return json_answer(received.message())
 
     async def lease(self, request: Request) -> Response:
@@ -142,13 +141,13 @@ class OwnRoutes:
                 "leased", step=batch.step, holder=asked.holder, groups=len(batch.groups), delivery=batch.deliveries
             )
         max_age = self._hub.full_weight_age
-        if binary.CONTENT_TYPE in request.headers.get("accept", ""):
+        if BINARY_TYPE in request.headers.get("accept", ""):
             packed = (
                 lease_binary(batch, config.lease_s, max_age)
                 if batch is not None
-                else binary.pack_answer(binary.BinaryAnswer(batch=None, reason=why_no_batch(self._hub)))
+                else msgspec.msgpack.encode(BinaryAnswer(batch=None, reason=why_no_batch(self._hub)))
             )
-            return Response(packed, media_type=binary.CONTENT_TYPE)
+            return Response(packed, media_type=BINARY_TYPE)
         if batch is None:
             return json_answer(LeaseAnswer(batch=None, reason=why_no_batch(self._hub)))
         return raw_json(await lease_json(batch, config.lease_s, max_age))
@@ -318,5 +317,5 @@ async def lease_json(batch: Batch, lease_s: float, max_age: int | None) -> bytes
 
 def lease_binary(batch: Batch, lease_s: float, max_age: int | None) -> bytes:
     stored = [group.content(freshness(group.policy_version, batch.step, max_age)) for group in batch.groups]
-    packed = binary.BinaryBatch(step=batch.step, token=batch.token, lease_s=lease_s, groups=stored)
-    return binary.pack_answer(binary.BinaryAnswer(batch=packed))
+    packed = BinaryBatch(step=batch.step, token=batch.token, lease_s=lease_s, groups=stored)
+    return msgspec.msgpack.encode(BinaryAnswer(batch=packed))

@@ -20,8 +20,7 @@ import msgspec
 
 from treadle.store import groups
 from treadle.store.records import Format, StoredGroup
-from treadle.wire import binary
-from treadle.wire.groups import IGNORED
+from treadle.wire.groups import IGNORED, open_group, rows
 
 SCHEMA_VERSION = 1
 PREVIEW_CHARS = 160
@@ -293,9 +292,9 @@ def _facts(stored: StoredGroup) -> tuple[float, float, float, int, int, str]:
 def _gist(format: Format, payload: bytes) -> _Gist:
     if format == "json":
         return _GIST.decode(payload)
-    group = binary.open_group(payload)
+    group = open_group(payload)
     return _Gist(
-        masks=binary.rows("i", group.masks, group.lengths),
+        masks=rows("i", group.masks, group.lengths),
         scores=group.scores,
         messages=group.rest.messages if group.rest else None,
     )

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Self
 
 from treadle.errors import ConfigError
-from treadle.store import schema
+from treadle.store import database
 
 _MAGIC = b"SQLite format 3\0"
 _HEADER = struct.Struct(">68xI")  # application_id in the header of a SQLite file
@@ -179,7 +179,7 @@ def set_aside(path: Path) -> None:
         file = QueueFile.open(path)
         try:
             # A damaged one is renamed as it is; else the one file is the whole queue.
-            with contextlib.suppress(sqlite3.Error), contextlib.closing(schema.connect(path)) as db:
+            with contextlib.suppress(sqlite3.Error), contextlib.closing(database.connect(path)) as db:
                 db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             _rename(path, path.stat().st_mtime)
         finally:
@@ -222,7 +222,7 @@ def _refuse_foreign(path: Path, fd: int) -> None:
     if header and (len(header) < _HEADER.size or not header.startswith(_MAGIC)):
         fix = f"restore it, or {_ANOTHER}"
         raise ConfigError(f"{path} cannot be read as a queue: it is damaged, or no SQLite file", fix=fix)
-    if header and _HEADER.unpack(header)[0] != schema.APPLICATION_ID:
+    if header and _HEADER.unpack(header)[0] != database.APPLICATION_ID:
         raise ConfigError(f"{path} is a database of another program", fix=_ANOTHER)
 
 

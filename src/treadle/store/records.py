@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from treadle.errors import HubError
-from treadle.wire.binary import StoredForm
+from treadle.wire.groups import StoredForm
 from treadle.wire.hub import RegisterTrainer
 
 # ---- refusals

@@ -14,7 +14,8 @@ from typing import Concatenate, ParamSpec, Self, TypeVar
 
 from treadle.errors import ConfigError, DiskFull, UserError
 from treadle.log import get_logger
-from treadle.store import batches, groups, runs, schema
+from treadle.store import batches, database, groups, runs
+from treadle.store.database import DISK_PATIENCE_S, CommitWatcher, GroupCommitWriter
 from treadle.store.file import QueueFile, QueueProgress, noted_progress, refuse_lost
 from treadle.store.records import (
     Appended,
@@ -26,7 +27,6 @@ from treadle.store.records import (
     Limits,
     Post,
 )
-from treadle.store.writer import DISK_PATIENCE_S, CommitWatcher, GroupCommitWriter
 from treadle.watch.waits import Waits
 from treadle.wire.hub import RegisterTrainer
 
@@ -67,9 +67,9 @@ class Store:
         self._process = secrets.token_hex(8)
         self._file = file
         self._writing = writing
-        self._reading = schema.connect(self.path)
+        self._reading = database.connect(self.path)
         self._reading_lock = threading.Lock()
-        self._fetching = schema.connect(self.path)
+        self._fetching = database.connect(self.path)
         self._fetching_lock = threading.Lock()
         self._writer = GroupCommitWriter(writing, waits, disk_patience_s, file.trouble, on_failure)
         self._writer.watchers.append(self._note_progress)
@@ -95,10 +95,10 @@ class Store:
             opened.callback(file.close)
             file.refuse_other_names()
             try:
-                writing = schema.connect(file.path)
+                writing = database.connect(file.path)
                 opened.callback(writing.close)
                 opened.callback(file.keep_log)  # what is refused is left as it is
-                schema.prepare(writing, file.path)
+                database.prepare(writing, file.path)
                 _refuse_damaged(file.path, writing)
                 runs.set_started(writing, False)
                 writing.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # log of a hub that was killed repeatedly
@@ -213,7 +213,7 @@ def _progress(db: sqlite3.Connection) -> QueueProgress:
 
 
 def _refuse_damaged(path: Path, db: sqlite3.Connection) -> None:
-    damage = schema.find_damage(db)
+    damage = database.find_damage(db)
     if damage is not None:
         fix = "restore it, or choose another file with --database"
         raise ConfigError(f"the queue {path} is damaged: {damage}", fix=fix)

@@ -23,8 +23,7 @@ from treadle.net.urls import is_loopback, shown_url
 from treadle.train.ranks import Ranks
 from treadle.train.stop import StopRequested
 from treadle.watch.waits import Wait, Waits, WaitSpec
-from treadle.wire import binary
-from treadle.wire.groups import LeasedBatch
+from treadle.wire.groups import BINARY_TYPE, LeasedBatch, pack_batch, unpack_answer, unpack_batch
 from treadle.wire.hub import LeaseRequest, LeaseUpdate, RegisterTrainer
 
 log = get_logger("feed")
@@ -99,7 +98,7 @@ class HubFeed:
         request = LeaseRequest(step=step, holder=HOLDER, wait_s=POLL_S)
         while True:
             self._check_stop()
-            answer = binary.unpack_answer(self._post("/v1/lease", request, {"Accept": binary.CONTENT_TYPE}))
+            answer = unpack_answer(self._post("/v1/lease", request, {"Accept": BINARY_TYPE}))
             if answer.batch is not None or answer.reason != reason:
                 return answer.batch, answer.reason
 
@@ -256,7 +255,7 @@ class SharedFeed:
             self._hub.register(registration)
 
     def lease(self, step: int) -> LeasedBatch:
-        return binary.unpack_batch(self._share(lambda hub: binary.pack_batch(hub.lease(step))))
+        return unpack_batch(self._share(lambda hub: pack_batch(hub.lease(step))))
 
     def lease_ahead(self, step: int) -> None:
         # All ranks take part: otherwise the others would time out in their next collective operation.

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from treadle.wire.groups import LeasedBatch, ScoredGroup
+from treadle.wire.groups import ScoredGroup
 
 
 class Trackers(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,11 +75,6 @@ class LeaseRequest(msgspec.Struct, kw_only=True):
     step: Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 0})]
     holder: Annotated[str, msgspec.Meta(extra_json_schema={"minLength": 1})]
     wait_s: float = 0.0  # answer at once, or hold the call until a batch can be formed
-
-
-class LeaseAnswer(msgspec.Struct, kw_only=True):
-    batch: LeasedBatch | None
-    reason: str = ""  # why there is no batch, in words
 
 
 class LeaseUpdate(msgspec.Struct, kw_only=True):

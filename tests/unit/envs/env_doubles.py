@@ -18,9 +18,8 @@ from starlette.routing import Route
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from treadle.net.client import HttpAnswer, NoAnswer
-from treadle.wire.binary import split_groups, unpack_group
 from treadle.wire.generate import EngineHealth, GenerateAnswer, GenerateRequest
-from treadle.wire.groups import ScoredGroup
+from treadle.wire.groups import ScoredGroup, split_groups, unpack_group
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"

@@ -13,10 +13,9 @@ from treadle.hub import metrics
 from treadle.hub.endpoint import access_of
 from treadle.hub.process import app_of
 from treadle.hub.state import HubState
-from treadle.net.exposition import CONTENT_TYPE, Histogram, Page
+from treadle.net.exposition import Histogram, Page
 from treadle.store import Store
-from treadle.wire import binary
-from treadle.wire.groups import ScoredGroup
+from treadle.wire.groups import BINARY_TYPE, ScoredGroup, join_groups, pack_group
 
 PLACES = ("queue_groups", "leased_groups", "trained_groups_total", "dropped_groups_total", "dead_groups_total")
 
@@ -27,7 +26,7 @@ class Figures:
     def __init__(self, client: TestClient) -> None:
         answer = client.get("/metrics")
         assert answer.status_code == 200
-        assert answer.headers["content-type"] == CONTENT_TYPE
+        assert answer.headers["content-type"] == BINARY_TYPE
         self.text = answer.text
         self.samples = [sample for family in text_string_to_metric_families(self.text) for sample in family.samples]
 
@@ -149,8 +148,8 @@ def test_refusals_are_counted_for_the_environment_that_was_refused(client, calls
     bad = calls.group(env_id=env_id) | {"scores": [1.0]}
     assert client.post("/scored_data", json=bad).status_code == 422
     assert client.post("/scored_data_list", json=[calls.group(env_id=env_id), bad]).status_code == 422
-    packed = binary.join_groups([binary.pack_group(msgspec.convert(calls.group(env_id=env_id, tag=-1), ScoredGroup))])
-    assert client.post("/v1/groups", content=packed, headers={"content-type": binary.CONTENT_TYPE}).status_code == 422
+    packed = join_groups([pack_group(msgspec.convert(calls.group(env_id=env_id, tag=-1), ScoredGroup))])
+    assert client.post("/v1/groups", content=packed, headers={"content-type": BINARY_TYPE}).status_code == 422
     assert client.post("/scored_data", content=b"{", headers={"content-type": "application/json"}).status_code == 422
     for made_up in range(100, 120):
         assert client.post("/scored_data", json=calls.group(env_id=made_up)).status_code == 422

@@ -10,7 +10,7 @@ from tests.unit.hub.conftest import LOCAL
 from treadle.hub.endpoint import access_of
 from treadle.hub.process import app_of
 from treadle.hub.state import HubState
-from treadle.wire.binary import CONTENT_TYPE
+from treadle.wire.groups import BINARY_TYPE
 
 TOKEN = "a-token-of-the-tests-0123456789"  # noqa: S105
 
@@ -62,10 +62,10 @@ def test_every_route_answers_with_a_described_shape_or_media_type(described):
             is_json = media_type == "application/json"
             assert bool(content["schema"]) or not is_json
     lease = described["paths"]["/v1/lease"]["post"]["responses"]["200"]["content"]
-    assert set(lease) == {"application/json", CONTENT_TYPE}
+    assert set(lease) == {"application/json", BINARY_TYPE}
     assert set(described["paths"]["/v1/events"]["get"]["responses"]["200"]["content"]) == {"text/event-stream"}
     assert set(described["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == {"text/plain"}
-    assert set(described["paths"]["/v1/groups"]["post"]["requestBody"]["content"]) == {CONTENT_TYPE}
+    assert set(described["paths"]["/v1/groups"]["post"]["requestBody"]["content"]) == {BINARY_TYPE}
 
 
 def test_refusals_are_those_of_the_route(described):

@@ -15,9 +15,8 @@ from treadle.hub.endpoint import access_of
 from treadle.hub.process import app_of
 from treadle.hub.state import HubState
 from treadle.store import Store, groups
-from treadle.wire import binary
-from treadle.wire.groups import ScoredGroup
-from treadle.wire.hub import EnvStanding, HubStatus, LeaseAnswer
+from treadle.wire.groups import BINARY_TYPE, LeaseAnswer, ScoredGroup
+from treadle.wire.hub import EnvStanding, HubStatus
 
 
 @contextlib.asynccontextmanager
@@ -305,9 +304,9 @@ def test_what_msgpack_can_say_and_json_cannot_is_refused(client, rest):
     numbers = b"\1\0\0\0" * 2
     packed = {"lengths": [1, 1], "tokens": numbers, "masks": numbers, "scores": [1.0, 0.0], "rest": rest}
     body = msgspec.msgpack.encode([msgspec.msgpack.encode(packed)])
-    answer = client.post("/v1/groups", content=body, headers={"Content-Type": binary.CONTENT_TYPE})
+    answer = client.post("/v1/groups", content=body, headers={"Content-Type": BINARY_TYPE})
     assert answer.status_code == 422, answer.text
     assert answer.json()["detail"][0]["loc"][:2] == ["body", 0]
     plain = msgspec.msgpack.encode([msgspec.msgpack.encode(packed | {"rest": {"images": [None, {"a": "x"}]}})])
-    assert client.post("/v1/groups", content=plain, headers={"Content-Type": binary.CONTENT_TYPE}).status_code == 200
+    assert client.post("/v1/groups", content=plain, headers={"Content-Type": BINARY_TYPE}).status_code == 200
     assert client.get("/latest_example").json()["images"] == [None, {"a": "x"}]

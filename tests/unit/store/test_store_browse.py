@@ -11,8 +11,7 @@ import pytest
 
 from treadle.store import LeaseTerms, Limits, NewGroup, Post, Store, runs
 from treadle.store.browse import Browser, Wanted
-from treadle.wire.binary import from_stored, pack_group
-from treadle.wire.groups import ATROPOS_KEYS, ScoredGroup
+from treadle.wire.groups import ATROPOS_KEYS, ScoredGroup, from_stored, pack_group
 from treadle.wire.hub import RegisterTrainer
 
 LIMITS = Limits(groups=1000)

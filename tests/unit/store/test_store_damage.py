@@ -215,7 +215,7 @@ def test_a_queue_too_long_to_be_checked_in_time_is_opened_all_the_same(tmp_path,
     with Store.open(tmp_path / "q.sqlite") as store:
         groups = [NewGroup(payload=b"{}", size=1, num_tokens=1)] * 500
         store.append(Post(groups), Limits(500)).result()
-    monkeypatch.setattr("treadle.store.schema.CHECK_S", -1.0)
-    monkeypatch.setattr("treadle.store.schema.CHECK_EVERY", 10)
+    monkeypatch.setattr("treadle.store.database.CHECK_S", -1.0)
+    monkeypatch.setattr("treadle.store.database.CHECK_EVERY", 10)
     with Store.open(tmp_path / "q.sqlite") as store:
         assert store.read(groups.counts).queued.groups == 500

@@ -10,7 +10,7 @@ import pytest
 
 from treadle.errors import ConfigError, DiskFull
 from treadle.store import KeyReused, Limits, NewGroup, Post, QueueFull, StorageFailed, Store, batches, groups, runs
-from treadle.store.writer import GroupCommitWriter
+from treadle.store.database import GroupCommitWriter
 from treadle.watch.waits import Waits
 from treadle.wire.hub import RegisterEnv
 

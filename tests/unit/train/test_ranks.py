@@ -24,8 +24,7 @@ from treadle.config import TrainConfig
 from treadle.errors import ConfigError
 from treadle.processor import fast_dtype
 from treadle.train.ranks import ALONE, balance, choose_rank_device, join_ranks
-from treadle.wire import binary
-from treadle.wire.groups import LeasedBatch
+from treadle.wire.groups import LeasedBatch, pack_batch, unpack_batch
 
 ROOT = Path(__file__).parents[3]
 STEPS = 3
@@ -355,4 +354,4 @@ def test_a_batch_is_sent_unchanged():
     groups[1].inference_logprobs = None
     groups[1].generation_params = {"temperature": 0.7}
     batch = LeasedBatch(step=4, token="t", lease_s=2.5, groups=groups)
-    assert binary.unpack_batch(binary.pack_batch(batch)) == batch
+    assert unpack_batch(pack_batch(batch)) == batch

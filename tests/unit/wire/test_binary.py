@@ -11,8 +11,7 @@ from treadle.hub.admission import ValidationRequest, admit
 from treadle.hub.messages import GroupRules, Refused
 from treadle.hub.own_routes import lease_binary
 from treadle.store import Batch, StoredGroup
-from treadle.wire import binary
-from treadle.wire.groups import ScoredGroup
+from treadle.wire.groups import ScoredGroup, join_groups, pack_group, unpack_answer, unpack_group
 
 ids = st.integers(0, 2**31 - 1)
 float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -37,21 +36,21 @@ def groups(draw) -> ScoredGroup:
 
 def posted(*packed: bytes, rules: GroupRules | None = None) -> list:
     request = ValidationRequest(kind="binary", rules=rules or GroupRules(num_envs=1))
-    return admit(binary.join_groups(packed), request).groups
+    return admit(join_groups(packed), request).groups
 
 
 @given(groups())
 @settings(max_examples=100)
 def test_a_group_comes_back_as_it_was_packed(group):
-    assert binary.unpack_group(binary.pack_group(group)) == group
+    assert unpack_group(pack_group(group)) == group
 
 
 @given(groups())
 @settings(max_examples=100)
 def test_what_an_environment_posts_in_binary_is_what_the_trainer_leases(group):
-    (new,) = posted(binary.pack_group(group))
+    (new,) = posted(pack_group(group))
     stored = StoredGroup(1, new.format, new.payload, new.policy_version, new.item, new.metrics, 0.0)
-    answer = binary.unpack_answer(lease_binary(Batch(3, "t", 1, [stored]), 60.0, None))
+    answer = unpack_answer(lease_binary(Batch(3, "t", 1, [stored]), 60.0, None))
     assert answer.batch is not None
     assert (answer.batch.step, answer.batch.token, answer.batch.lease_s) == (3, "t", 60.0)
     assert answer.batch.groups == [group]
@@ -59,20 +58,20 @@ def test_what_an_environment_posts_in_binary_is_what_the_trainer_leases(group):
 
 def test_a_batch_may_hold_groups_of_both_forms():
     group = ScoredGroup(tokens=[[1, 2]], masks=[[-100, 2]], scores=[1.0], inference_logprobs=[[1.0, -0.5]], item=4)
-    (packed,) = posted(binary.pack_group(group))
+    (packed,) = posted(pack_group(group))
     (plain,) = admit(msgspec.json.encode(group), ValidationRequest(kind="group", rules=GroupRules())).groups
     stored = [
         StoredGroup(i, g.format, g.payload, g.policy_version, g.item, g.metrics, 0.0)
         for i, g in enumerate((packed, plain))
     ]
-    answer = binary.unpack_answer(lease_binary(Batch(1, "t", 1, stored), 60.0, None))
+    answer = unpack_answer(lease_binary(Batch(1, "t", 1, stored), 60.0, None))
     assert answer.batch is not None
     assert answer.batch.groups == [group, group]
 
 
 def test_a_stale_group_arrives_with_its_weight():
-    stored = StoredGroup(1, "binary", binary.pack_group(good()), 2, None, None, 0.0)
-    answer = binary.unpack_answer(lease_binary(Batch(8, "t", 1, [stored]), 60.0, max_age=3))  # 5 versions old
+    stored = StoredGroup(1, "binary", pack_group(good()), 2, None, None, 0.0)
+    answer = unpack_answer(lease_binary(Batch(8, "t", 1, [stored]), 60.0, max_age=3))  # 5 versions old
     assert answer.batch is not None
     assert answer.batch.groups[0].weight == pytest.approx(1 / 3)
 

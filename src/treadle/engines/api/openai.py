@@ -35,7 +35,7 @@ from treadle.engines.interface import CompletionDelta, GenerationResult, Request
 from treadle.engines.tokenizer import ModelTokenizer
 from treadle.errors import RequestError, TreadleError
 from treadle.net.bodies import json_answer, unless_gone
-from treadle.wire.openai import (
+from treadle.wire.generate import (
     Answer,
     ChatLogprob,
     ChatLogprobs,

@@ -15,8 +15,14 @@ import msgspec
 from treadle.envs.base import Message
 from treadle.envs.chat_format import ChatTokenizer, ToolCall, find_tool_calls, without_tool_calls
 from treadle.errors import RequestError, TreadleError
-from treadle.wire.generate import MAX_NAME_CHARS, MAX_STOP_CHARS, MAX_STOP_STRINGS
-from treadle.wire.openai import ChatRequest, CompletionRequest, Sampling
+from treadle.wire.generate import (
+    MAX_NAME_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    ChatRequest,
+    CompletionRequest,
+    Sampling,
+)
 
 T = TypeVar("T")
 MessageKey = tuple[str, str, str, tuple[tuple[str, str], ...]]  # role, name, text, (function, arguments) of each call

@@ -19,8 +19,7 @@ from urllib.parse import quote, unquote
 from treadle.envs.hub_client import HubClient
 from treadle.errors import HubError
 from treadle.log import get_logger
-from treadle.wire.binary import pack_group
-from treadle.wire.groups import ScoredGroup
+from treadle.wire.groups import ScoredGroup, pack_group
 
 log = get_logger("env")
 

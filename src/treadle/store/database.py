@@ -1,0 +1,398 @@
+"""Create and check the SQLite file, and write to it on one thread that commits waiting jobs together (group commit).
+
+An fsync takes milliseconds, however much is written. So the requests that arrive during one commit share the next: they
+run one after the other, one commit makes all of them durable, and only then are their futures resolved. No answer is
+sent for something that is not on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from treadle.errors import ConfigError, DiskFull, TreadleError
+from treadle.faults import reach
+from treadle.log import get_logger
+from treadle.store.records import StorageFailed
+from treadle.watch.waits import Waits, WaitSpec
+
+# ---- tables
+
+APPLICATION_ID = 0x74726564  # "tred": tells our files from other programs' SQLite files
+SCHEMA_VERSION = 3
+BUSY_TIMEOUT_MS = 5000
+PAGE_BYTES = 8192  # a group has a hundred kilobytes and more: fewer, larger pages write faster
+CHECK_S = 0.5  # a hub must be ready soon: a very long queue is not checked to its end
+CHECK_EVERY = 10_000  # steps of SQLite's between two looks at the clock
+log = get_logger("store")
+
+# tally is kept by triggers, inside the transaction that changes a group. Counting is then a look at a few
+# rows however long the queue is, and it can never disagree with the groups themselves.
+#
+# A group's content is in a table of its own: to change the state of a group must not rewrite its content.
+_TABLES = """
+CREATE TABLE run (
+    id INTEGER PRIMARY KEY CHECK (id = 1),
+    trainer BLOB,                                -- JSON of the registration; NULL before it
+    current_step INTEGER NOT NULL DEFAULT 0,
+    started INTEGER NOT NULL DEFAULT 0,
+    latest_format TEXT,                          -- the last group before a reset, which outlives it
+    latest BLOB
+) STRICT;
+INSERT INTO run (id) VALUES (1);
+
+CREATE TABLE identity (run_id TEXT NOT NULL) STRICT;  -- by which an environment that comes back knows its run
+
+CREATE TABLE envs (
+    env_id INTEGER PRIMARY KEY,
+    name TEXT NOT NULL UNIQUE,
+    desired_name TEXT NOT NULL,
+    weight REAL NOT NULL,
+    group_size INTEGER NOT NULL,
+    max_token_length INTEGER NOT NULL,
+    min_batch_allocation REAL,
+    connected INTEGER NOT NULL DEFAULT 1,
+    groups_accepted INTEGER NOT NULL DEFAULT 0
+) STRICT;
+
+CREATE TABLE posts (                             -- kept as long as the groups: a retry may come at any time
+    key TEXT PRIMARY KEY,
+    body_hash BLOB NOT NULL,
+    num_groups INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE groups (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,        -- the order of arrival
+    state TEXT NOT NULL DEFAULT 'queued' CHECK (state IN ('queued', 'leased', 'trained', 'dropped', 'dead')),
+    env_id INTEGER,                              -- NULL: posted without one
+    size INTEGER NOT NULL,
+    num_tokens INTEGER NOT NULL,
+    num_bytes INTEGER NOT NULL,                  -- of its content; 0 once that was pruned
+    crc INTEGER NOT NULL,                        -- of all that the trainer gets: disks rot without a word
+    policy_version INTEGER,
+    item INTEGER,
+    received_at REAL NOT NULL,
+    aside_step INTEGER,                          -- dropped or dead: at which step, and why
+    aside_reason TEXT,
+    metrics BLOB
+) STRICT;
+CREATE INDEX groups_queued_size ON groups (env_id, size, id) WHERE state = 'queued';
+CREATE INDEX groups_queued_version ON groups (policy_version) WHERE state = 'queued' AND policy_version IS NOT NULL;
+CREATE INDEX groups_dead ON groups (id) WHERE state = 'dead';
+CREATE INDEX groups_dropped ON groups (env_id, aside_reason) WHERE state = 'dropped';
+
+CREATE TABLE payloads (
+    id INTEGER PRIMARY KEY,                      -- of the group
+    format TEXT NOT NULL CHECK (format IN ('json', 'binary')),
+    body BLOB NOT NULL
+) STRICT;
+
+CREATE TABLE batches (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    step INTEGER NOT NULL,
+    state TEXT NOT NULL DEFAULT 'open' CHECK (state IN ('open', 'trained', 'dead', 'superseded', 'pruned')),
+    group_ids TEXT NOT NULL,                     -- JSON array, in the order of delivery
+    deliveries INTEGER NOT NULL DEFAULT 0,
+    token TEXT,                                  -- fencing token of the latest lease
+    holder TEXT,                                 -- NULL: nobody holds it
+    process TEXT,                                -- the hub process whose clock the deadline is on
+    deadline_s REAL,
+    formed_at REAL NOT NULL
+) STRICT;
+CREATE UNIQUE INDEX batches_of_step ON batches (step) WHERE state IN ('open', 'trained', 'pruned');
+CREATE INDEX batches_open ON batches (step) WHERE state = 'open';
+CREATE INDEX batches_trained ON batches (step) WHERE state = 'trained';
+CREATE INDEX batches_superseded ON batches (id) WHERE state = 'superseded';
+CREATE INDEX batches_held ON batches (holder) WHERE holder IS NOT NULL;
+
+CREATE TABLE lanes (                             -- how far each environment has come in the weighted order
+    env TEXT PRIMARY KEY,
+    tag REAL NOT NULL
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE events (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    at REAL NOT NULL,
+    kind TEXT NOT NULL,
+    data TEXT NOT NULL                           -- JSON object
+) STRICT;
+
+CREATE TABLE tally (
+    state TEXT NOT NULL,
+    env TEXT NOT NULL,                           -- the env id in digits, 'none' when there is none
+    size INTEGER NOT NULL,
+    groups INTEGER NOT NULL,
+    bytes INTEGER NOT NULL,
+    PRIMARY KEY (state, env, size)
+) STRICT, WITHOUT ROWID;
+CREATE TRIGGER tally_insert AFTER INSERT ON groups BEGIN
+    INSERT INTO tally VALUES (NEW.state, ifnull(CAST(NEW.env_id AS TEXT), 'none'), NEW.size, 1, NEW.num_bytes)
+    ON CONFLICT DO UPDATE SET groups = groups + 1, bytes = bytes + excluded.bytes;
+END;
+CREATE TRIGGER tally_move AFTER UPDATE OF state, num_bytes ON groups BEGIN
+    UPDATE tally SET groups = groups - 1, bytes = bytes - OLD.num_bytes
+    WHERE state = OLD.state AND env = ifnull(CAST(OLD.env_id AS TEXT), 'none') AND size = OLD.size;
+    INSERT INTO tally VALUES (NEW.state, ifnull(CAST(NEW.env_id AS TEXT), 'none'), NEW.size, 1, NEW.num_bytes)
+    ON CONFLICT DO UPDATE SET groups = groups + 1, bytes = bytes + excluded.bytes;
+END;
+"""
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """A connection in autocommit mode: transactions are begun by hand."""
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    db.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+    return db
+
+
+def prepare(db: sqlite3.Connection, path: Path) -> None:
+    """Create the tables in a file that has none yet, refuse a file that another version wrote, and turn the log on.
+
+    The tables are created in one transaction before the log is used: the header of the file then says that it is a
+    queue. From here on changes go through SQLite's log (WAL), and a commit returns after fsync.
+    """
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    if version not in (0, SCHEMA_VERSION):
+        age = "newer" if version > SCHEMA_VERSION else "older"
+        raise ConfigError(
+            f"{path} has schema version {version}; this release reads version {SCHEMA_VERSION}",
+            fix=f"finish the run with the {age} release that wrote it, or choose another file with --database",
+        )
+    if version == 0:
+        db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        db.execute("PRAGMA synchronous = OFF")  # turning the log on syncs the file
+        db.executescript(
+            f"BEGIN IMMEDIATE; PRAGMA application_id = {APPLICATION_ID};"
+            f" PRAGMA user_version = {SCHEMA_VERSION}; {_TABLES}"
+        )
+        db.execute("INSERT INTO identity VALUES (?)", (uuid4().hex,))
+        db.execute("COMMIT")
+    db.execute("PRAGMA synchronous = FULL")
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA wal_autocheckpoint = 0")  # the writer does it, when nobody waits for an answer
+
+
+def find_damage(db: sqlite3.Connection) -> str | None:
+    """What is wrong with the file, in words. The groups' content has checksums, which are looked at when it is read."""
+    until_s = time.monotonic() + CHECK_S
+    db.set_progress_handler(lambda: time.monotonic() > until_s, CHECK_EVERY)
+    try:
+        for table in ("run", "envs", "batches", "posts", "lanes", "tally", "events", "groups"):
+            for (result,) in db.execute(f"PRAGMA integrity_check('{table}')"):
+                if result != "ok":
+                    return f"table {table}: {result.strip().splitlines()[-1]}"
+        (num_wrong,) = db.execute(_MISCOUNTED).fetchone()
+        return "the groups are not those that were counted" if num_wrong else None
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode != sqlite3.SQLITE_INTERRUPT:
+            raise
+        log.info("checked_in_part", seconds=CHECK_S)
+        return None
+    finally:
+        db.set_progress_handler(None, 0)
+
+
+_MISCOUNTED = """
+SELECT count(*) FROM (
+    SELECT * FROM (
+        SELECT state, ifnull(CAST(env_id AS TEXT), 'none'), size, count(*), sum(num_bytes) FROM groups GROUP BY 1, 2, 3
+        UNION ALL SELECT state, env, size, groups, bytes FROM tally WHERE groups > 0
+    ) GROUP BY 1, 2, 3, 4, 5 HAVING count(*) != 2
+)
+"""
+
+
+# ---- writer
+
+T = TypeVar("T")
+CommitWatcher = Callable[[int, float], None]  # (jobs in the commit, seconds)
+MAX_JOBS_PER_COMMIT = 64
+DISK_PATIENCE_S = 20.0
+FOLD_LOG_BYTES = 2 * 2**20  # a longer log is folded into the file after a commit; less at once stalls nobody for long
+LOOK_EVERY_S = 1.0  # at the files, while nobody writes
+BYTES_PER_COMMIT = 128 * 1024  # pages of tables and indexes that any commit writes, about
+# After a failed fsync the kernel may have dropped the pages and report success the next time. Nothing that is
+# written from then on can be trusted to be on disk.
+NO_LONGER_DURABLE = (sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    run: Callable[[sqlite3.Connection], Any]
+    future: Future[Any]
+    num_bytes: int  # roughly what it writes
+
+
+class GroupCommitWriter:
+    """`writer.submit(lambda db: ...)` -> a future that resolves after the commit.
+
+    A job may run twice: when the commit that it shared fails, it is tried again alone. So it must change
+    nothing but the database.
+    """
+
+    def __init__(
+        self,
+        db: sqlite3.Connection,
+        waits: Waits,
+        patience_s: float,
+        look: Callable[[], str],
+        on_failure: Callable[[], None],
+    ) -> None:
+        """`look` says what is wrong with the files of `db`, "" while nothing is. It is asked after every commit, before
+        anybody hears of it. `on_failure` is called once, from any thread, when nothing may be written any more."""
+        self._db = db
+        self._look = look
+        self._on_failure = on_failure
+        self._waits = waits
+        self._disk = WaitSpec(
+            "the disk to take what was posted",
+            fix="look at the disk of --database: is it full, or far away, or does another program hold the file?",
+            of="hub",
+            holding="the answers to all who posted, asked for a batch or acknowledged one",
+            deadline_s=patience_s,
+        )
+        self._log_bytes = 0
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._closed = False
+        self._lock = threading.Lock()
+        self.num_commits = 0
+        self.watchers: list[CommitWatcher] = []
+        self._failure = ""
+        self._thread = threading.Thread(target=self._work, name="store-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, run: Callable[[sqlite3.Connection], T], *, num_bytes: int = 0) -> Future[T]:
+        future: Future[T] = Future()
+        with self._lock:  # nothing may be queued behind the end marker: nobody would answer it
+            if self._closed or self._failure:
+                future.set_exception(StorageFailed(self._failure or "the store is closed"))
+            else:
+                self._jobs.put(_Job(run, future, num_bytes))
+        return future
+
+    def close(self) -> None:
+        """Finish what was submitted, then stop."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._jobs.put(None)
+        self._thread.join()
+
+    def find_failure(self) -> str:
+        """Why nothing may be written any more, as of now; "" while all is well. Once it has failed, it stays so."""
+        trouble = "" if self._failure else self._look()
+        if trouble:
+            self._fail(trouble)
+        return self._failure
+
+    def _fail(self, why: str) -> None:
+        with self._lock:
+            if self._failure:
+                return
+            self._failure = why
+        log.error("store_failed", why=why)
+        self._on_failure()
+
+    def _work(self) -> None:
+        last = False
+        while not last:
+            try:
+                drained = [self._jobs.get(timeout=LOOK_EVERY_S)]
+            except queue.Empty:
+                self.find_failure()
+                continue
+            while len(drained) < MAX_JOBS_PER_COMMIT:
+                try:
+                    drained.append(self._jobs.get_nowait())
+                except queue.Empty:
+                    break
+            last = None in drained
+            jobs = [job for job in drained if job is not None and job.future.set_running_or_notify_cancel()]
+            if jobs:
+                self._commit_or_split(jobs)
+
+    def _commit_or_split(self, jobs: Sequence[_Job]) -> None:
+        try:
+            if self._failure:  # these were queued before it failed
+                raise StorageFailed(self._failure)
+            with self._waits.waiting(self._disk):
+                outcomes = self._commit(jobs)
+        except Exception as error:  # the boundary of the thread: whatever it is, the callers must hear of it
+            if getattr(error, "sqlite_errorcode", None) in NO_LONGER_DURABLE:
+                self._fail("the disk failed, and the queue can no longer be trusted with data: restart the hub")
+            if len(jobs) == 1 or self._failure:
+                for job in jobs:
+                    job.future.set_exception(_in_our_words(error))
+                return
+            for job in jobs:  # one request that does not fit on the disk must not fail its neighbours
+                self._commit_or_split([job])
+            return
+        reach("store:after_commit")
+        for job, (result, refusal) in zip(jobs, outcomes, strict=True):
+            if refusal is not None:
+                job.future.set_exception(refusal)
+            else:
+                job.future.set_result(result)
+        self._log_bytes += BYTES_PER_COMMIT + sum(job.num_bytes for job in jobs)
+        if self._log_bytes > FOLD_LOG_BYTES:
+            reach("store:checkpoint")
+            with contextlib.suppress(sqlite3.Error):  # all callers have their answer; it is tried again later
+                self._db.execute("PRAGMA wal_checkpoint(RESTART)")
+            self._log_bytes = 0
+
+    def _commit(self, jobs: Sequence[_Job]) -> list[tuple[Any, Exception | None]]:
+        outcomes: list[tuple[Any, Exception | None]] = []
+        began = time.perf_counter()
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            for job in jobs:
+                outcomes.append(self._run(job))
+            reach("store:before_commit")
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:  # SQLite itself rolls back on some errors, a full disk among them
+                self._db.execute("ROLLBACK")
+            raise
+        if self.find_failure():
+            raise StorageFailed(self._failure)
+        self.num_commits += 1
+        for watcher in self.watchers:
+            try:
+                watcher(len(jobs), time.perf_counter() - began)
+            except Exception:  # what is committed must not be taken for failed: it would be done again
+                log.error("watcher_failed", exc_info=True)
+        return outcomes
+
+    def _run(self, job: _Job) -> tuple[Any, Exception | None]:
+        """A refusal is usually found out before anything is written. Where it is not, the whole transaction is undone
+        and each job of it tried alone: cheaper than a savepoint for every job."""
+        changes = self._db.total_changes
+        try:
+            return job.run(self._db), None
+        except sqlite3.Error:
+            raise
+        except Exception as refusal:
+            if not isinstance(refusal, TreadleError):
+                log.error("job_failed", exc_info=True)
+            if self._db.total_changes != changes:
+                raise
+            return None, refusal
+
+
+def _in_our_words(error: Exception) -> TreadleError:
+    if isinstance(error, TreadleError):
+        return error
+    if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+        log.error("disk_full")
+        return DiskFull("the disk of the queue is full", fix="free some space; nothing that was accepted is lost")
+    log.error("write_failed", kind=getattr(error, "sqlite_errorname", type(error).__name__))
+    return StorageFailed("the queue could not be written")
