@@ -279,15 +279,12 @@ class AtroposRoutes:
             return
         log.info("batch_taken", step=batch.step, groups=len(batch.groups))
         self._hub.metrics.deliver(batch)
-        done = asyncio.ensure_future(self._acknowledge(batch))
+        keep = self._hub.config.keep_trained_bytes
+        done = asyncio.wrap_future(self._hub.store.ack(batch.step, batch.token, keep_trained_bytes=keep))
         self._hub.settling.add(done)
         done.add_done_callback(self._hub.settling.discard)
-        await done
-
-    async def _acknowledge(self, batch: Batch) -> None:
-        keep = self._hub.config.keep_trained_bytes
         try:
-            await asyncio.wrap_future(self._hub.store.ack(batch.step, batch.token, keep_trained_bytes=keep))
+            await done
         except TreadleError as error:  # a full disk, or a trainer that registered again: the batch is delivered again
             log.warning("batch_not_acknowledged", step=batch.step, problem=error.message)
 

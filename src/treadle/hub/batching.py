@@ -36,7 +36,8 @@ def plan(lanes: Sequence[Lane], size: int) -> Plan:
         return Plan(None, "; ".join([_describe(lanes, size), *lacking]), waived=waived)
     reserved = {group.id for group in first}
     arrival = heapq.merge(*(lane.waiting for lane in lanes))
-    order = _weighted(lanes) if _weights_differ(lanes) else arrival
+    is_weighted = len({lane.weight for lane in lanes if lane.env_id is not None}) > 1
+    order = _weighted(lanes) if is_weighted else arrival
     order = _useful((group for group in order if group.id not in reserved), _sizes(lanes), size)
     chosen = _exact([*first, *order], size)
     misfits = _misfits(lanes, size)
@@ -49,7 +50,8 @@ def plan(lanes: Sequence[Lane], size: int) -> Plan:
             reason = f"with the minimum of {', '.join(missing)} no choice sums to {size} yet"
             return Plan(None, f"{_describe(lanes, size)}; {reason}", waived=waived)
         waived |= dict.fromkeys(missing, f"with its groups no choice sums to {size}, and {HOARD_BATCHES} batches wait")
-    return Plan([group.id for group in chosen], "", _tags_after(lanes, chosen), waived, misfits)
+    tags = _tags_after(lanes, chosen) if is_weighted else {}
+    return Plan([group.id for group in chosen], "", tags, waived, misfits)
 
 
 def freshness(policy_version: int | None, step: int, max_age: int | None) -> float:
@@ -81,10 +83,6 @@ def _useful(order: Iterable[Waiting], sizes: Mapping[int, int], size: int) -> li
     return kept
 
 
-def _weights_differ(lanes: Sequence[Lane]) -> bool:
-    return len({lane.weight for lane in lanes if lane.env_id is not None}) > 1
-
-
 def _weighted(lanes: Sequence[Lane]) -> Iterable[Waiting]:
     """Start-time fair queueing: a lane's tag grows by size / weight with each of its groups; the lowest is next."""
     heap: list[tuple[float, Waiting, int, int]] = []
@@ -107,8 +105,6 @@ def _tags_after(lanes: Sequence[Lane], chosen: Sequence[Waiting]) -> dict[int | 
     So a lane that was empty for a while, or that is new, starts where the others are: it has no claim on what it
     missed.
     """
-    if not _weights_differ(lanes):
-        return {}
     ids = {group.id for group in chosen}
     began = min((lane.tag for lane in lanes if lane.waiting), default=0.0)
     tags = {}

@@ -94,6 +94,10 @@ def document(endpoints: Sequence[Endpoint], *, needs_token: bool) -> bytes:
     paths: dict[str, Json] = {}
     for endpoint in endpoints:
         paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint, schema_of, needs_token)
+    refusal = {"content": {JSON: {"schema": schema_of[repr(Refusal)]}}}
+    refusals: Json = {str(status): {"description": text, **refusal} for status, text in REFUSALS.items()}
+    retry_after = {"description": "seconds", "schema": {"type": "integer", "examples": [int(RETRY_AFTER_S)]}}
+    refusals["503"]["headers"] = {"Retry-After": retry_after}
     described = {
         "openapi": "3.1.0",
         "info": {"title": "Treadle hub", "version": version("treadle"), "description": DESCRIPTION},
@@ -108,7 +112,7 @@ def document(endpoints: Sequence[Endpoint], *, needs_token: bool) -> bytes:
         "paths": paths,
         "components": {
             "schemas": components,
-            "responses": _refusals(schema_of[repr(Refusal)]),
+            "responses": refusals,
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer", "description": "the hub's token"}},
         },
     }
@@ -167,15 +171,6 @@ def _responses(endpoint: Endpoint, schema_of: Mapping[str, Json], *, needs_token
     if needs_token:
         statuses.add(401)
     return {"200": done, **{str(status): {"$ref": f"#/components/responses/{status}"} for status in sorted(statuses)}}
-
-
-def _refusals(schema: Json) -> Json:
-    refusals: Json = {
-        str(status): {"description": text, "content": {JSON: {"schema": schema}}} for status, text in REFUSALS.items()
-    }
-    retry_after = {"description": "seconds", "schema": {"type": "integer", "examples": [int(RETRY_AFTER_S)]}}
-    refusals["503"]["headers"] = {"Retry-After": retry_after}
-    return refusals
 
 
 def _link(link: Link) -> Json:

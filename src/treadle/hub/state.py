@@ -181,6 +181,7 @@ class HubState:
     process_reports: ProcessReports
     terms: LeaseTerms
     limits: Limits
+    full_weight_age: int | None  # older groups get less weight; None: all count in full, or stale ones are dropped
     # Acknowledgements of delivered batches that are not committed yet.
     settling: set[asyncio.Future[None]] = field(default_factory=set)
     # Two environments of one name that register at once must not both resume the same record.
@@ -208,12 +209,8 @@ class HubState:
             process_reports=ProcessReports(clock),
             terms=terms,
             limits=Limits(groups=config.queue_limit_groups, bytes=config.queue_limit_bytes),
+            full_weight_age=config.max_age if config.stale == "downweight" else None,
         )
-
-    @property
-    def full_weight_age(self) -> int | None:
-        """Groups older than this get less weight; None: all count in full, or stale ones are dropped."""
-        return self.config.max_age if self.config.stale == "downweight" else None
 
     def is_run_at_work(self) -> bool:
         """Whether any process reports, any environment calls or any trainer asks for a batch."""

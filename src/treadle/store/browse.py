@@ -286,7 +286,11 @@ def _facts(stored: StoredGroup) -> tuple[float, float, float, int, int, str]:
     gist = _gist(stored.format, stored.payload)
     lengths = [len(row) - row.count(IGNORED) for row in gist.masks]
     mean = sum(gist.scores) / len(gist.scores)
-    return mean, min(gist.scores), max(gist.scores), min(lengths), max(lengths), _preview(gist.messages)
+    # The preview is the start of the last message that is not the assistant's.
+    first = gist.messages[0] if gist.messages else ()
+    asked = [str(message.get("content", "")) for message in first if message.get("role") != "assistant"]
+    preview = " ".join(asked[-1].split())[:PREVIEW_CHARS] if asked else ""
+    return mean, min(gist.scores), max(gist.scores), min(lengths), max(lengths), preview
 
 
 def _gist(format: Format, payload: bytes) -> _Gist:
@@ -298,9 +302,3 @@ def _gist(format: Format, payload: bytes) -> _Gist:
         scores=group.scores,
         messages=group.rest.messages if group.rest else None,
     )
-
-
-def _preview(messages: Sequence[Sequence[dict[str, Any]]] | None) -> str:
-    """How the last thing begins that was asked."""
-    asked = [message for message in (messages[0] if messages else ()) if message.get("role") != "assistant"]
-    return " ".join(str(asked[-1].get("content", "")).split())[:PREVIEW_CHARS] if asked else ""

@@ -264,7 +264,6 @@ class GroupCommitWriter:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closed = False
         self._lock = threading.Lock()
-        self.num_commits = 0
         self.watchers: list[CommitWatcher] = []
         self._failure = ""
         self._thread = threading.Thread(target=self._work, name="store-writer", daemon=True)
@@ -364,7 +363,6 @@ class GroupCommitWriter:
             raise
         if self.find_failure():
             raise StorageFailed(self._failure)
-        self.num_commits += 1
         for watcher in self.watchers:
             try:
                 watcher(len(jobs), time.perf_counter() - began)

@@ -204,8 +204,8 @@ class EnvRecord:
     group_size: int
     max_token_length: int
     min_batch_allocation: float | None
-    connected: bool
     groups_accepted: int
+    connected: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -22,7 +21,7 @@ from treadle.wire.hub import RegisterEnv, RegisterTrainer
 EVENTS_KEPT = 20_000
 PRUNE_EVENTS_EVERY = 1_000
 _ENV_COLUMNS = (
-    "env_id, name, desired_name, weight, group_size, max_token_length, min_batch_allocation, connected, groups_accepted"
+    "env_id, name, desired_name, weight, group_size, max_token_length, min_batch_allocation, groups_accepted, connected"
 )
 
 # ---- run
@@ -57,8 +56,8 @@ def set_started(db: sqlite3.Connection, started: bool) -> None:
 def admission_facts(db: sqlite3.Connection) -> tuple[RunState, int, int]:
     """What posts are checked against: the run, the number of environments, the newest step that has a batch."""
     run = read_run(db)
-    (formed,) = db.execute("SELECT max(step) FROM batches").fetchone()
-    return run, count_envs(db), max(run.current_step, formed or 0)
+    num_envs, formed = db.execute("SELECT (SELECT count(*) FROM envs), (SELECT max(step) FROM batches)").fetchone()
+    return run, num_envs, max(run.current_step, formed or 0)
 
 
 def reset(db: sqlite3.Connection) -> None:
@@ -97,7 +96,7 @@ def register_env(
     if returning is not None and (resume or idle_s(returning.env_id) > gone_after_s):
         env_id, name = returning.env_id, returning.name
     else:
-        env_id = count_envs(db)
+        (env_id,) = db.execute("SELECT count(*) FROM envs").fetchone()  # ids are 0, 1, 2, ...
         taken = {name for (name,) in db.execute("SELECT name FROM envs")}
         number = len(namesakes)
         while (name := f"{desired_name}_{number}") in taken:  # an environment may have asked for the name `a_1` itself
@@ -125,25 +124,14 @@ def disconnect_env(db: sqlite3.Connection, env_id: int) -> bool:
     return found
 
 
-def count_envs(db: sqlite3.Connection) -> int:
-    """Ids are the numbers below this."""
-    (num_envs,) = db.execute("SELECT count(*) FROM envs").fetchone()
-    return int(num_envs)
-
-
 def read_env(db: sqlite3.Connection, env_id: int) -> EnvRecord | None:
     row = db.execute(f"SELECT {_ENV_COLUMNS} FROM envs WHERE env_id = ?", (env_id,)).fetchone()  # noqa: S608
-    return None if row is None else _env_record(row)
+    return None if row is None else EnvRecord(*row[:-1], connected=bool(row[-1]))  # SQLite has no booleans
 
 
 def read_envs(db: sqlite3.Connection) -> list[EnvRecord]:
     rows = db.execute(f"SELECT {_ENV_COLUMNS} FROM envs ORDER BY env_id")  # noqa: S608
-    return [_env_record(row) for row in rows]
-
-
-def _env_record(row: tuple[Any, ...]) -> EnvRecord:
-    record = EnvRecord(*row)
-    return replace(record, connected=bool(record.connected))  # SQLite has no booleans
+    return [EnvRecord(*row[:-1], connected=bool(row[-1])) for row in rows]
 
 
 # ---- events

@@ -15,7 +15,7 @@ from typing import Concatenate, ParamSpec, Self, TypeVar
 from treadle.errors import ConfigError, DiskFull, UserError
 from treadle.log import get_logger
 from treadle.store import batches, database, groups, runs
-from treadle.store.database import DISK_PATIENCE_S, CommitWatcher, GroupCommitWriter
+from treadle.store.database import DISK_PATIENCE_S, GroupCommitWriter
 from treadle.store.file import QueueFile, QueueProgress, noted_progress, refuse_lost
 from treadle.store.records import (
     Appended,
@@ -72,7 +72,9 @@ class Store:
         self._fetching = database.connect(self.path)
         self._fetching_lock = threading.Lock()
         self._writer = GroupCommitWriter(writing, waits, disk_patience_s, file.trouble, on_failure)
-        self._writer.watchers.append(self._note_progress)
+        # Called after each commit, on the writer's thread: (number of changes in it, seconds). Must not raise.
+        self.commit_watchers = self._writer.watchers
+        self.commit_watchers.append(lambda *_: file.note(_progress(writing)))
 
     @classmethod
     def open(
@@ -127,15 +129,6 @@ class Store:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def num_commits(self) -> int:
-        return self._writer.num_commits
-
-    @property
-    def commit_watchers(self) -> list[CommitWatcher]:
-        """Called after each commit, on the writer's thread: (number of changes in it, seconds). Must not raise."""
-        return self._writer.watchers
 
     @property
     def failure(self) -> str:
@@ -199,9 +192,6 @@ class Store:
         """The figures of the metrics page. May take milliseconds, so on the connection that batches are read on."""
         with self._fetching_lock:
             return groups.read_figures(self._fetching, after_event)
-
-    def _note_progress(self, *_commit: object) -> None:
-        self._file.note(_progress(self._writing))
 
     def _moment(self) -> batches.Moment:
         return batches.Moment(self._process, self._clock())
