@@ -50,6 +50,7 @@ from treadle.store import (
     StaleToken,
     StorageFailed,
     StoreRefusal,
+    groups,
     runs,
 )
 from treadle.wire.groups import ATROPOS_KEYS, BINARY_TYPE, unpack_group
@@ -342,15 +343,15 @@ async def receive_groups(hub: HubState, request: Request, kind: Kind, content_ty
     return StoredPost(admitted.groups, appended.num_groups, appended.duplicate)
 
 
-def count_odd_groups(hub: HubState, groups: Sequence[NewGroup]) -> tuple[int, int]:
+def count_odd_groups(hub: HubState, posted: Sequence[NewGroup]) -> tuple[int, int]:
     """Groups with another size than their environment registered, and the sequences queued in such groups.
 
     Atropos buffers them apart and reports it. Here they are queued with the others; the answer has the same fields.
     """
-    if all(group.env_id is None for group in groups):
+    if all(group.env_id is None for group in posted):
         return 0, 0
     sizes: dict[int | None, int] = {env.env_id: env.group_size for env in hub.store.read(runs.read_envs)}
-    odd = [group for group in groups if group.env_id is not None and group.size != sizes.get(group.env_id)]
+    odd = [group for group in posted if group.env_id is not None and group.size != sizes.get(group.env_id)]
     if not odd:
         return 0, 0
     owner = odd[-1].env_id

@@ -213,8 +213,8 @@ def test_a_row_that_does_not_agree_with_the_counts_is_found_at_once(tmp_path):
 
 def test_a_queue_too_long_to_be_checked_in_time_is_opened_all_the_same(tmp_path, monkeypatch):
     with Store.open(tmp_path / "q.sqlite") as store:
-        groups = [NewGroup(payload=b"{}", size=1, num_tokens=1)] * 500
-        store.append(Post(groups), Limits(500)).result()
+        posted = [NewGroup(payload=b"{}", size=1, num_tokens=1)] * 500
+        store.append(Post(posted), Limits(500)).result()
     monkeypatch.setattr("treadle.store.database.CHECK_S", -1.0)
     monkeypatch.setattr("treadle.store.database.CHECK_EVERY", 10)
     with Store.open(tmp_path / "q.sqlite") as store:
