@@ -191,18 +191,20 @@ def set_aside(db: sqlite3.Connection, group_ids: str, state: str, step: int, rea
 
 
 def drop_stale(db: sqlite3.Connection, oldest_version: int, step: int) -> None:
-    stale = db.execute(
+    (stale,) = db.execute(
         "SELECT json_group_array(id) FROM groups"
         " WHERE state = 'queued' AND policy_version IS NOT NULL AND policy_version < ?",
         (oldest_version,),
-    )
-    set_aside(db, *stale.fetchone(), "dropped", step, "stale")
+    ).fetchone()
+    set_aside(db, stale, "dropped", step, "stale")
 
 
 def drop_oversize(db: sqlite3.Connection, batch_size: int, step: int) -> None:
     """Queued groups may be larger than the batches of a trainer that registers later."""
-    oversize = db.execute("SELECT json_group_array(id) FROM groups WHERE state = 'queued' AND size > ?", (batch_size,))
-    set_aside(db, *oversize.fetchone(), "dropped", step, "oversize")
+    (oversize,) = db.execute(
+        "SELECT json_group_array(id) FROM groups WHERE state = 'queued' AND size > ?", (batch_size,)
+    ).fetchone()
+    set_aside(db, oversize, "dropped", step, "oversize")
 
 
 def prune(db: sqlite3.Connection, group_ids: str) -> None:

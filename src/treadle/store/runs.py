@@ -126,12 +126,12 @@ def disconnect_env(db: sqlite3.Connection, env_id: int) -> bool:
 
 def read_env(db: sqlite3.Connection, env_id: int) -> EnvRecord | None:
     row = db.execute(f"SELECT {_ENV_COLUMNS} FROM envs WHERE env_id = ?", (env_id,)).fetchone()  # noqa: S608
-    return None if row is None else EnvRecord(*row[:-1], connected=bool(row[-1]))  # SQLite has no booleans
+    return None if row is None else EnvRecord(*(*row[:-1], bool(row[-1])))  # SQLite has no booleans
 
 
 def read_envs(db: sqlite3.Connection) -> list[EnvRecord]:
     rows = db.execute(f"SELECT {_ENV_COLUMNS} FROM envs ORDER BY env_id")  # noqa: S608
-    return [EnvRecord(*row[:-1], connected=bool(row[-1])) for row in rows]
+    return [EnvRecord(*(*row[:-1], bool(row[-1]))) for row in rows]
 
 
 # ---- events
