@@ -20,11 +20,8 @@ import msgspec
 from tokenizers import Tokenizer, decoders, models
 
 from treadle.hub.batching import plan
-from treadle.store import Batch, LeaseTerms, Limits, NewGroup, Post, Store
-from treadle.store.browse import content_of
-from treadle.track.files import TOKENS_FOLDER, RolloutTokens, TokenFiles
 from treadle.store import Batch, LeaseTerms, Limits, NewGroup, Post, Store, runs
-from treadle.track.token_files import FOLDER, RolloutTokens, TokenFiles
+from treadle.track.files import TOKENS_FOLDER, RolloutTokens, TokenFiles
 from treadle.wire.groups import ATROPOS_KEYS, IGNORED, NO_LOGPROB, ScoredGroup, fingerprint, from_stored, pack_group
 from treadle.wire.hub import RegisterEnv, RegisterTrainer
 

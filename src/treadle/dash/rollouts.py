@@ -18,13 +18,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from treadle.log import get_logger
-from treadle.store.browse import Browser, GroupSummary, Wanted, content_of
-from treadle.store.browse import GroupSummary
+from treadle.store.browse import Browser, GroupSummary, Wanted
 from treadle.store.records import StoredGroup
 from treadle.track.files import RolloutTokens, TokenFiles
-from treadle.wire import binary
-from treadle.wire.groups import IGNORED, NO_LOGPROB, ScoredGroup, common_prefix, fingerprint
-from treadle.track.token_files import RolloutTokens, TokenFiles
 from treadle.wire.groups import IGNORED, NO_LOGPROB, ScoredGroup, common_prefix, fingerprint, from_stored
 
 if TYPE_CHECKING:

@@ -17,9 +17,6 @@ from treadle.train.loop import FrozenLogprobs, RecentTokenRecord, accumulate_gra
 from treadle.train.optimizers import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import load_policy
-from treadle.wire.binary import pack_group, unpack_group
-from treadle.wire.groups import IGNORED, NO_LOGPROB, LeasedBatch, ScoredGroup, fingerprint
-from treadle.train.token_record import RecentTokenRecord, open_token_record
 from treadle.wire.groups import IGNORED, NO_LOGPROB, LeasedBatch, ScoredGroup, fingerprint, pack_group, unpack_group
 
 PROMPT = [5, 6]
