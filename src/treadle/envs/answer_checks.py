@@ -28,6 +28,7 @@ Kind = Literal["right", "empty", "constant", "another", "every", "garbage", "uni
 
 ROLLOUT_LIMIT_S = 10.0
 _NUM_LETTERS = 64
+_LETTERS = "abcdefghijklmnopqrstuvwxyz     ,.;:-(){}[]<>/\\\"'`$%&*_=+"  # no digits: a random number could be right
 _MOST_WORDS = 20_000
 _FILLERS = ("word", "any")  # no letter is in both
 NUM_OTHERS = 20  # answers of other items that are given together with the right one
@@ -75,13 +76,18 @@ class AnswerTester:
 
     def _answers(self, place: int) -> dict[Kind, str]:
         item = self._items[place]
+        letters = (_LETTERS[stable_seed("garbage", place, n) % len(_LETTERS)] for n in range(_NUM_LETTERS))
+        codes = (stable_seed("unicode", place, n) % 0x110000 for n in range(_NUM_LETTERS))
+        own = item.answer.strip().casefold()
+        filler = next(word for word in _FILLERS if not own or own not in word)
         answers: dict[Kind, str] = {
             "right": self._environment.gold_completion(item),
             "empty": "",
             "constant": self._constant,
-            "garbage": _letters(place, "abcdefghijklmnopqrstuvwxyz     ,.;:-(){}[]<>/\\\"'`$%&*_=+"),
-            "unicode": _unicode(place),
-            "very long": _very_long(item, self._environment.config.max_token_length),
+            "garbage": "".join(letters),
+            "unicode": "".join(chr(code) for code in codes if code not in _SURROGATES),
+            # As long as a completion may get, one word per token.
+            "very long": f"{filler} " * min(_MOST_WORDS, self._environment.config.max_token_length),
         }
         another = next((other for other in self._items[place + 1 :] if other.answer != item.answer), None)
         if another is not None:
@@ -108,22 +114,15 @@ class AnswerTester:
         return rollout.score
 
 
+@dataclass(frozen=True)
 class _ScriptedEngine:
     """Replaces the engine: always generates the same text."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    text: str
 
     async def generate(self, prompt_token_ids: Sequence[int], **_: object) -> EngineResult:
         await asyncio.sleep(0)  # so that an endless rollout can be cancelled
-        return EngineResult([_completion(self._text)], seconds=0.0)
-
-
-def _very_long(item: Item, max_tokens: int) -> str:
-    """As long as a completion may get, one word per token. It does not contain the right answer."""
-    answer = item.answer.strip().casefold()
-    filler = next(word for word in _FILLERS if not answer or answer not in word)
-    return f"{filler} " * min(_MOST_WORDS, max_tokens)
+        return EngineResult([_completion(self.text)], seconds=0.0)
 
 
 def _completion(text: str) -> Completion:
@@ -139,16 +138,6 @@ def _byte_tokenizer() -> ChatTokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return ChatTokenizer(tokenizer, None, {})
-
-
-def _letters(place: int, alphabet: str) -> str:
-    """Random characters without digits: a random number could be right."""
-    return "".join(alphabet[stable_seed("garbage", place, n) % len(alphabet)] for n in range(_NUM_LETTERS))
-
-
-def _unicode(place: int) -> str:
-    codes = (stable_seed("unicode", place, n) % 0x110000 for n in range(_NUM_LETTERS))
-    return "".join(chr(code) for code in codes if code not in _SURROGATES)
 
 
 @dataclass(frozen=True)
@@ -184,7 +173,12 @@ def check_answers(environment: Environment, answers: Sequence[TriedAnswer]) -> l
         scored = [answer for answer in answers if answer.kind == kind and answer.score.reward is not None]
         if scored:
             findings.append(_check_wrong_answers(check, scored, right_answers))
-    return [*findings, _check_failures(answers), _check_time(answers, environment.config.reward_timeout_s)]
+    times = [answer.seconds for answer in answers]
+    found = f"{1000 * statistics.mean(times):.1f} ms an answer, {1000 * max(times):.1f} ms at most"
+    if max(times) > environment.config.reward_timeout_s / 2:
+        remedy = "make it quicker, or raise --env.reward-timeout-s"
+        return [*findings, _check_failures(answers), Finding("scoring time", "warning", found, remedy)]
+    return [*findings, _check_failures(answers), Finding("scoring time", "ok", found)]
 
 
 def is_rewarded(answer: TriedAnswer, right_answer: TriedAnswer) -> bool:
@@ -256,14 +250,6 @@ def fix_for_error(error: str) -> str:
     """The remedy for an error of the code itself; the error ends with its location, if that is known."""
     place = _PLACE.search(error)
     return f"its code failed at {place.group(1)}" if place else "its code failed: correct it"
-
-
-def _check_time(answers: Sequence[TriedAnswer], limit_s: float) -> Finding:
-    times = [answer.seconds for answer in answers]
-    found = f"{1000 * statistics.mean(times):.1f} ms an answer, {1000 * max(times):.1f} ms at most"
-    if max(times) > limit_s / 2:
-        return Finding("scoring time", "warning", found, "make it quicker, or raise --env.reward-timeout-s")
-    return Finding("scoring time", "ok", found)
 
 
 def _worth(answers: Sequence[TriedAnswer]) -> str:

@@ -111,6 +111,7 @@ class Environment(ABC):
 
     rewards: RewardLike | Sequence[RewardLike] = ()
     min_trained_tokens: ClassVar[int] = 0  # shorter rollouts are not trained on
+    waits_for_agents: bool = False  # whether rollouts wait for agents that are started outside of this environment
     # Defaults of settings for this task; the ones of the base class apply in addition.
     defaults: ClassVar[Mapping[str, Any]] = {"max_token_length": 512}
 
@@ -137,18 +138,14 @@ class Environment(ABC):
 
     def train_item(self, index: int) -> Item:
         """The prompt with this index. Indices are unbounded: each epoch uses all items in its own order."""
-        items = self._listed_items()
+        items = self.listed_items()
         epoch, place = divmod(index, len(items))
         if epoch not in self._orders:
             self._orders = {epoch: stable_shuffle(range(len(items)), "order", self.config.seed, epoch)}
         return items[self._orders[epoch][place]]
 
-    @property
-    def num_train_items(self) -> int | None:
-        """The number of training items, if they can be listed."""
-        return len(self._listed_items()) if type(self).train_items is not Environment.train_items else None
-
-    def _listed_items(self) -> Sequence[Item]:
+    def listed_items(self) -> Sequence[Item]:
+        """`train_items`, called once; ConfigError if there are none."""
         if self._train is None:
             self._train = self.train_items()
         if not self._train:
@@ -182,11 +179,6 @@ class Environment(ABC):
             return result.correct
         first = next((worth for worth in result.parts.values() if worth is not None), None)
         return first is not None and is_enough(first, self.config.right)
-
-    @property
-    def waits_for_agents(self) -> bool:
-        """Whether rollouts wait for agents that are started outside of this environment."""
-        return False
 
     @property
     def has_turns(self) -> bool:

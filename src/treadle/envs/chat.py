@@ -84,7 +84,7 @@ class Chat:
         tools: Sequence[Mapping[str, Any]] = (),
         temperature: float | None = None,
     ) -> None:
-        self._model = model
+        self.model = model
         self._tools = tuple(tools)
         self.transcript = Transcript(messages=[dict(message) for message in messages], temperature=temperature)
         self._last_sampled: int | None = None  # the last token of the last reply, if it has any
@@ -101,7 +101,7 @@ class Chat:
 
     def branch(self) -> Chat:
         """A separate chat that continues from here. Tokens sampled so far are trained on only in this one."""
-        other = self._model.chat(self.messages, tools=self._tools, temperature=self.transcript.temperature)
+        other = self.model.chat(self.messages, tools=self._tools, temperature=self.transcript.temperature)
         other.transcript.read(self.transcript.tokens)
         other._unread, other._last_sampled = self._unread, self._last_sampled
         return other
@@ -112,7 +112,7 @@ class Chat:
         return self._room_behind(self._next_prompt())
 
     def _room_behind(self, read: Sequence[int]) -> int | None:
-        limit = self._model.sampling.longest_sequence
+        limit = self.model.sampling.longest_sequence
         return None if limit <= 0 else max(0, limit - len(self.transcript.tokens) - len(read))
 
     async def ask(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Reply:
@@ -120,13 +120,13 @@ class Chat:
         unread_chars = sum(len(str(message.get("content"))) for message in self.messages[-self._unread :])
         # Tokenizing megabytes takes seconds, and would block all other rollouts.
         read = self._next_prompt() if unread_chars < LONG_TEXT else await asyncio.to_thread(self._next_prompt)
-        wanted = max_tokens if max_tokens is not None else self._model.sampling.max_tokens
+        wanted = max_tokens if max_tokens is not None else self.model.sampling.max_tokens
         left = self._room_behind(read)
         room = wanted if left is None else min(wanted, left)
         if room < 1:
             self.transcript.finish_reason = "length"
             return Reply(text="", finish_reason="length", num_tokens=0)
-        completion = await self._model.sample(
+        completion = await self.model.sample(
             [*self.transcript.tokens, *read], max_tokens=room, stop=stop, temperature=self.transcript.temperature
         )
         self.transcript.read(read)
@@ -140,11 +140,11 @@ class Chat:
     def _next_prompt(self) -> list[int]:
         """The tokens between the last sampled token and the next reply."""
         if not self.transcript.tokens:
-            return self._model.tokenizer.encode_chat(self.messages, tools=self._tools)
+            return self.model.tokenizer.encode_chat(self.messages, tools=self._tools)
         if not self._unread:
             raise RequestError("the model has just spoken", fix="add a message before the next ask")
         unread = self.messages[-self._unread :]
-        return self._model.tokenizer.encode_next_turn(unread, after=self._last_sampled, tools=self._tools)
+        return self.model.tokenizer.encode_next_turn(unread, after=self._last_sampled, tools=self._tools)
 
 
 class Model:

@@ -13,15 +13,16 @@ from __future__ import annotations
 import atexit
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from tokenizers import Tokenizer
 
 from treadle.chat_template import TemplateWorker
+from treadle.envs.rewards.parsing import refuse_constant
 from treadle.errors import ModelError, RequestError
 from treadle.log import get_logger
 from treadle.tokenizer_file import encode, load_tokenizer
@@ -66,10 +67,6 @@ class ChatTokenizer:
                 raise ModelError(f"{folder}: {error.message}", fix=error.fix) from None
         return cls(tokenizer, source, _special_tokens(settings))
 
-    @property
-    def has_template(self) -> bool:
-        return self._template is not None
-
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -103,7 +100,7 @@ class ChatTokenizer:
         key = repr((messages, tools, add_generation_prompt))
         if key not in self._recent:
             text = self.render(messages, add_generation_prompt, tools=tools)
-            self._remember(key, encode(self._tokenizer, text, add_special_tokens=not self.has_template))
+            self._remember(key, encode(self._tokenizer, text, add_special_tokens=self._template is None))
         return list(self._recent[key])
 
     def encode_next_turn(
@@ -116,23 +113,20 @@ class ChatTokenizer:
         """
         key = repr(("next turn", messages, tools))
         if key not in self._recent:
-            self._remember(key, self._encode_next_turn(messages, tools))
+            if self._template is None:
+                text = "".join(f"\n{message['content']}" for message in messages) + "\n"
+            else:
+                before = ({"role": "user", "content": "."}, {"role": "assistant", "content": _END_OF_TURN})
+                _, found, text = self.render([*before, *messages], tools=tools).rpartition(_END_OF_TURN)
+                if not found:
+                    raise ModelError(
+                        "the model's chat template drops what an assistant said before",
+                        fix="give it a template that keeps earlier turns (chat_template.jinja in the model's folder)",
+                    )
+            self._remember(key, self.encode_text(text, is_beginning=False))
         ids = self._recent[key]
         # The model has sampled the end of its turn, unless it was truncated or stopped by a stop string.
         return list(ids[1:] if ids[:1] == [after] else ids)
-
-    def _encode_next_turn(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        if not self.has_template:
-            text = "".join(f"\n{message['content']}" for message in messages) + "\n"
-            return self.encode_text(text, is_beginning=False)
-        before = ({"role": "user", "content": "."}, {"role": "assistant", "content": _END_OF_TURN})
-        _, found, text = self.render([*before, *messages], tools=tools).rpartition(_END_OF_TURN)
-        if not found:
-            raise ModelError(
-                "the model's chat template drops what an assistant said before",
-                fix="give it a template that keeps earlier turns (chat_template.jinja in the model's folder)",
-            )
-        return self.encode_text(text, is_beginning=False)
 
     def _remember(self, key: str, ids: Sequence[int]) -> None:
         """Cache prompts: the rollouts of a group share them."""
@@ -226,25 +220,24 @@ def find_tool_calls(text: str) -> list[ToolCall | BrokenCall]:
     >>> find_tool_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     [ToolCall(name='add', arguments={'a': 1})]
     """
-    return list(_calls(text))
-
-
-def without_tool_calls(text: str) -> str:
-    """The text before the first call."""
-    return text.partition(_OPEN)[0]
-
-
-def _calls(text: str) -> Iterator[ToolCall | BrokenCall]:
+    calls: list[ToolCall | BrokenCall] = []
     place = text.find(_OPEN)
     while place >= 0:
         begin = place + len(_OPEN)
         try:
             value, end = _read_value(text, begin)
-            yield _as_call(value, text[begin:end])
+            calls.append(_as_call(value, text[begin:end]))
         except (ValueError, RecursionError) as error:
-            end = _end_of_broken(text, begin)
-            yield BrokenCall(text[begin:end].strip(), f"not JSON: {error or type(error).__name__}")
+            ends = [tag_at for tag in (_CLOSE, _OPEN) if (tag_at := text.find(tag, begin)) >= 0]
+            end = min(ends, default=len(text))
+            calls.append(BrokenCall(text[begin:end].strip(), f"not JSON: {error or type(error).__name__}"))
         place = text.find(_OPEN, end)
+    return calls
+
+
+def without_tool_calls(text: str) -> str:
+    """The text before the first call."""
+    return text.partition(_OPEN)[0]
 
 
 def _read_value(text: str, begin: int) -> tuple[Any, int]:
@@ -272,13 +265,4 @@ def _as_call(value: Any, text: str) -> ToolCall | BrokenCall:
     return ToolCall(value["name"], arguments)
 
 
-def _end_of_broken(text: str, begin: int) -> int:
-    ends = [place for tag in (_CLOSE, _OPEN) if (place := text.find(tag, begin)) >= 0]
-    return min(ends, default=len(text))
-
-
-def _refuse_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
-
-
-_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse_constant)  # allows line breaks within strings
+_DECODER = json.JSONDecoder(strict=False, parse_constant=refuse_constant)  # allows line breaks within strings

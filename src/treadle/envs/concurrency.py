@@ -50,22 +50,17 @@ def show_progress(title: str, total: int, *, file: TextIO | None = None) -> Iter
     """A progress bar on a terminal, else a plain line every few seconds; on standard error by default."""
     console = Console(file=file, stderr=file is None)
     if not console.is_terminal:
-        yield _PlainLines(console, title, total).report_progress
+        last_printed = time.monotonic()
+
+        def print_line(num_done: int, note: str) -> None:
+            nonlocal last_printed
+            if num_done == total or time.monotonic() - last_printed >= _PLAIN_LINE_EVERY_S:
+                last_printed = time.monotonic()
+                console.out(f"{title}: {num_done} of {total}, {note}", highlight=False)
+
+        yield print_line
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
     with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
         task = bar.add_task(title, total=total, note="")
         yield lambda num_done, note: bar.update(task, completed=num_done, note=note)
-
-
-class _PlainLines:
-    def __init__(self, console: Console, title: str, total: int) -> None:
-        self._console, self._title, self._total = console, title, total
-        self._last_printed = time.monotonic()
-
-    def report_progress(self, num_done: int, note: str) -> None:
-        now = time.monotonic()
-        if num_done < self._total and now - self._last_printed < _PLAIN_LINE_EVERY_S:
-            return
-        self._last_printed = now
-        self._console.out(f"{self._title}: {num_done} of {self._total}, {note}", highlight=False)

@@ -143,7 +143,7 @@ class EngineClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._peer.__aexit__()
+        await self._peer.close()
 
     async def health(self, retry_policy: RetryPolicy | None = None) -> EngineHealth:
         answer = await self._peer.send("GET", "/health", retry_policy=retry_policy or self._retry_policy)
@@ -220,20 +220,12 @@ def _completions(answer: GenerateAnswer, num_expected: int) -> list[Completion]:
     lengths = {len(answer.token_ids), len(answer.text), len(answer.finish_reasons), len(logprobs)}
     if lengths != {num_expected}:
         raise EngineError(f"asked for {num_expected} completions with logprobs, the engine sent {sorted(lengths)}")
-    return [
-        Completion(
-            token_ids=token_ids,
-            logprobs=_sampled_logprobs(token_ids, logprobs[i]),
-            text=answer.text[i],
-            finish_reason=answer.finish_reasons[i],
-            policy_version=answer.policy_version,
-        )
-        for i, token_ids in enumerate(answer.token_ids)
-    ]
-
-
-def _sampled_logprobs(token_ids: list[int], positions: list[list[dict[str, float]]]) -> list[float]:
     try:
-        return [entry[0][str(token)] for token, entry in zip(token_ids, positions, strict=True)]
+        sampled = [
+            [entry[0][str(token)] for token, entry in zip(token_ids, positions, strict=True)]
+            for token_ids, positions in zip(answer.token_ids, logprobs, strict=True)
+        ]
     except (ValueError, KeyError, IndexError):
         raise EngineError("the engine's logprobs do not belong to its token ids") from None
+    fields = zip(answer.token_ids, sampled, answer.text, answer.finish_reasons, strict=True)
+    return [Completion(*each, policy_version=answer.policy_version) for each in fields]

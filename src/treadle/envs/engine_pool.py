@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -102,12 +102,19 @@ class EnginePool:
                 await stack.enter_async_context(member.client)
 
     async def health(self) -> EngineHealth:
-        """Combined health: the sum of their work, and the newest version."""
+        """Combined health: the sum of their work, and the newest version.
+
+        The first call raises ConfigError if the engines serve different models.
+        """
         is_first = self._model is None
         fit = await self._wait_for_fit_members(everyone=True)
-        if is_first:
-            self._refuse_different_models()
-        there = [member.health for member in self._members if member.health is not None]
+        reachable = {member.client.url: member.health for member in self._members if member.health is not None}
+        there = list(reachable.values())
+        if is_first and not all(map(self._serves_the_model, there)):
+            models = ", ".join(f"{health.model} at {url}" for url, health in reachable.items())
+            raise ConfigError(
+                f"the engines serve different models: {models}", fix="name engines of one model in --openai.base-url"
+            )
         return EngineHealth(
             status=there[0].status,
             model=there[0].model,
@@ -136,15 +143,13 @@ class EnginePool:
         """Sample on the engine with the fewest completions in flight."""
 
         async def ask(fit: list[_Member], _: int) -> EngineResult:
-            async def ask_client(client: EngineClient) -> list[EngineResult]:
-                return [
-                    await client.generate(
-                        prompt_token_ids, n=n, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop
-                    )
-                ]
-
-            [generation] = await self._counted(min(fit, key=lambda one: one.num_running), n, ask_client)
-            return generation
+            member = min(fit, key=lambda one: one.num_running)
+            with self._asking(member, n) as oldest:
+                result = await member.client.generate(
+                    prompt_token_ids, n=n, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop
+                )
+                _refuse_older([result], oldest, member.client.url)
+            return result
 
         return await self._until_answered(ask)
 
@@ -163,22 +168,20 @@ class EnginePool:
         async def ask(fit: list[_Member], attempt: int) -> list[EngineResult]:
             async def ask_part(member: _Member, part: range) -> list[EngineResult]:
                 places = slice(part.start, part.stop)
-                return await self._counted(
-                    member,
-                    n * len(part),
-                    lambda client: client.generate_wave(
+                with self._asking(member, n * len(part)) as oldest:
+                    results = await member.client.generate_wave(
                         f"{wave_id}.{attempt}.{part.start}",
                         prompts[places],
                         n=n,
                         max_tokens=max_tokens,
                         temperature=temperature,
                         seeds=None if seeds is None else seeds[places],
-                    ),
-                )
+                    )
+                    _refuse_older(results, oldest, member.client.url)
+                return results
 
-            parts = zip(
-                fit, _equal_parts(len(prompts), len(fit)), strict=False
-            )  # few prompts: fewer parts than engines
+            # For few prompts there are fewer parts than engines.
+            parts = zip(fit, _equal_parts(len(prompts), len(fit)), strict=False)
             tasks = [asyncio.ensure_future(ask_part(*one)) for one in parts]
             try:
                 return [generation for part in await asyncio.gather(*tasks) for generation in part]
@@ -203,15 +206,12 @@ class EnginePool:
                     raise
                 log.warning("asked_another_engine", problem=error.message)
 
-    async def _counted(
-        self, member: _Member, count: int, call: Callable[[EngineClient], Awaitable[list[EngineResult]]]
-    ) -> list[EngineResult]:
-        oldest = self._oldest
+    @contextmanager
+    def _asking(self, member: _Member, count: int) -> Iterator[int]:
+        """Count completions as requested from this engine; yields the oldest version that they may have."""
         member.num_running += count
         try:
-            generations = await call(member.client)
-            _refuse_older(generations, oldest, member.client.url)
-            return generations
+            yield self._oldest
         except EngineAway:
             member.health = None
             raise
@@ -268,15 +268,12 @@ class EnginePool:
             there = sorted((m.health.model for m in self._members if m.health is not None), key=_is_trained)
             self._model = next((ServedModel(id=model) for model in there), None)
         for member in due:
-            self._log_change(member)
-
-    def _log_change(self, member: _Member) -> None:
-        """Log when an engine becomes unusable, and when it gets requests again."""
-        if member.is_left_out and self._is_fit(member):
-            log.info("engine_asked_again", engine=str(member), oldest_allowed=self._oldest)
-        elif not member.is_left_out and not self._is_fit(member):
-            log.warning("engine_left_out", engine=str(member), oldest_allowed=self._oldest)
-        member.is_left_out = not self._is_fit(member)
+            is_fit = self._is_fit(member)
+            if is_fit and member.is_left_out:
+                log.info("engine_asked_again", engine=str(member), oldest_allowed=self._oldest)
+            elif not is_fit and not member.is_left_out:
+                log.warning("engine_left_out", engine=str(member), oldest_allowed=self._oldest)
+            member.is_left_out = not is_fit
 
     async def _refresh_one(self, member: _Member) -> None:
         member.is_checking, member.checked_for = True, self._oldest
@@ -288,14 +285,6 @@ class EnginePool:
             member.health = None
         finally:
             member.is_checking, member.checked_s = False, awake_s()
-
-    def _refuse_different_models(self) -> None:
-        there = {member.client.url: member.health for member in self._members if member.health is not None}
-        if not all(map(self._serves_the_model, there.values())):
-            models = ", ".join(f"{health.model} at {url}" for url, health in there.items())
-            raise ConfigError(
-                f"the engines serve different models: {models}", fix="name engines of one model in --openai.base-url"
-            )
 
 
 def _is_trained(model: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import os
+from dataclasses import dataclass
 from typing import Any, Self
 
 import msgspec
@@ -59,27 +60,25 @@ class HubClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._peer.__aexit__()
+        await self._peer.close()
 
     async def register_env(self, registration: RegisterEnv) -> RegisteredEnv:
         """Wait for the trainer and register; a known name gets its count of accepted groups back."""
-        answer = await self._try_to_register(registration)
-        if answer.status == _NO_TRAINER:
-            with self.waits.waiting(self.trainer_wanted):
-                while answer.status == _NO_TRAINER:
-                    await asyncio.sleep(_REGISTER_POLL_S)
-                    answer = await self._try_to_register(registration)
+        body = msgspec.json.encode(registration)
+        with CurrentWait(self.waits) as current_wait:
+            while True:
+                response = await self._peer.send(
+                    "POST", "/register-env", body=body, headers={"Treadle-Resume": "1"}, retry_policy=self._retry_policy
+                )
+                answer = self._peer.read(response, RegisteredEnv)
+                if answer.status != _NO_TRAINER:
+                    break
+                current_wait.set(self.trainer_wanted)
+                await asyncio.sleep(_REGISTER_POLL_S)
         if answer.status != "success":
             raise HubError(f"the hub did not register '{registration.desired_name}': {answer.status}")
         self._publish_interval = max(1, answer.publish_interval)
         return answer
-
-    async def _try_to_register(self, registration: RegisterEnv) -> RegisteredEnv:
-        body = msgspec.json.encode(registration)
-        response = await self._peer.send(
-            "POST", "/register-env", body=body, headers={"Treadle-Resume": "1"}, retry_policy=self._retry_policy
-        )
-        return self._peer.read(response, RegisteredEnv)
 
     @property
     def trainer_wanted(self) -> WaitSpec:
@@ -114,21 +113,19 @@ class HubClient:
 
     async def post_packed(self, packed: list[bytes], key: str) -> None:
         for number, part in enumerate(_parts(packed, _LARGEST_POST_BYTES)):
-            await self._post_body(join_groups(part), f"{key}.{number}" if number else key)
-
-    async def _post_body(self, body: bytes, key: str) -> None:
-        headers = {"Idempotency-Key": key, "Content-Type": BINARY_TYPE}
-        if not is_loopback(self._peer.url):  # on one machine, to compress costs more than to copy
-            body = await asyncio.to_thread(gzip.compress, body, 1, mtime=0)
-            headers["Content-Encoding"] = "gzip"
-        response = await self._peer.send(
-            "POST", "/v1/groups", body=body, headers=headers, retry_policy=self._never_give_up
-        )
-        if response.http.status == _CONFLICT:
-            # After a restart the same prompts may get other completions. The first delivery stands.
-            log.warning("groups_were_already_accepted", key=key, hub_says=message_of(response.http))
-            return
-        self._peer.read(response, dict[str, Any])
+            body, part_key = join_groups(part), f"{key}.{number}" if number else key
+            headers = {"Idempotency-Key": part_key, "Content-Type": BINARY_TYPE}
+            if not is_loopback(self._peer.url):  # on one machine, to compress costs more than to copy
+                body = await asyncio.to_thread(gzip.compress, body, 1, mtime=0)
+                headers["Content-Encoding"] = "gzip"
+            response = await self._peer.send(
+                "POST", "/v1/groups", body=body, headers=headers, retry_policy=self._never_give_up
+            )
+            if response.http.status == _CONFLICT:
+                # After a restart the same prompts may get other completions. The first delivery stands.
+                log.warning("groups_were_already_accepted", key=part_key, hub_says=message_of(response.http))
+            else:
+                self._peer.read(response, dict[str, Any])
 
     async def disconnect(self, env_id: int) -> None:
         """Unregister, without retries: the hub must not wait for an environment that is gone."""
@@ -157,13 +154,13 @@ def next_step(step: int, patience_s: float) -> WaitSpec:
     return WaitSpec(f"the trainer to take step {step + 1}", of="trainer", deadline_s=patience_s)
 
 
+@dataclass
 class CurrentWait:
     """Registers what a loop waits for, which changes over time: `current_wait.set(next_step(4, patience_s=600))`."""
 
-    def __init__(self, waits: Waits) -> None:
-        self._waits = waits
-        self._wanted: WaitSpec | None = None
-        self._wait: Wait | None = None
+    waits: Waits
+    _wanted: WaitSpec | None = None
+    _wait: Wait | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -177,9 +174,9 @@ class CurrentWait:
             return
         self._end(was_met=True)
         if wanted is not None:
-            self._wanted, self._wait = wanted, self._waits.begin(wanted)
+            self._wanted, self._wait = wanted, self.waits.begin(wanted)
 
     def _end(self, *, was_met: bool) -> None:
         if self._wait is not None:
-            self._waits.end(self._wait, was_met=was_met)
+            self.waits.end(self._wait, was_met=was_met)
         self._wanted = self._wait = None

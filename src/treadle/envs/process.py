@@ -9,7 +9,6 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import uvloop
 
@@ -50,10 +49,12 @@ async def serve_run(env: EnvConfig, server: ServerConfig) -> None:
     )
     hub = HubClient(env.hub_url, waits=monitor.waits)
 
-    def oldest_allowed(_: int) -> int:
-        return hub.oldest_version(environment.config.max_age)
-
-    async with hub, open_engine(server, oldest_allowed=oldest_allowed, waits=monitor.waits) as engine:
+    engine_or_pool = open_engine(
+        server,
+        oldest_allowed=lambda _: hub.oldest_version(environment.config.max_age),
+        waits=monitor.waits,
+    )
+    async with hub, engine_or_pool as engine:
         with watchdog:
             tokenizer = await load_tokenizer(engine, server)
             async with open_context(environment, engine, tokenizer) as context:
@@ -149,20 +150,14 @@ async def load_tokenizer(engine: InferenceClient, server: ServerConfig) -> ChatT
     folder = await asyncio.to_thread(resolve_tokenizer_folder, server.model, engine_model)
     log.info("tokenizer", folder=str(folder))
     if "model" in server.model_fields_set:
-        await _compare_models(engine, server.model, folder)
+        served = await engine.served_models()
+        if not any(model.is_called(server.model) for model in served):
+            # Another model is used anyway: it is the trained one.
+            log.warning(
+                "another_model_is_served",
+                asked=server.model,
+                engine_serves=", ".join(model.id for model in served) or "nothing",
+                tokenizer=str(folder),
+                fix=f"leave out --openai.model, or let the engine serve it: treadle engine --model {server.model}",
+            )
     return ChatTokenizer.load(folder)
-
-
-async def _compare_models(engine: InferenceClient, asked: str, tokenizer: Path) -> None:
-    """Warn if the engine serves another model than the configured one; it is used anyway, it is the trained one."""
-    served = await engine.served_models()
-    if any(model.is_called(asked) for model in served):
-        return
-    names = ", ".join(model.id for model in served) or "nothing"
-    log.warning(
-        "another_model_is_served",
-        asked=asked,
-        engine_serves=names,
-        tokenizer=str(tokenizer),
-        fix=f"leave out --openai.model, or let the engine serve it: treadle engine --model {asked}",
-    )

@@ -16,8 +16,8 @@ from treadle.config.env import EnvConfig
 from treadle.envs.base import Environment, Item, Score
 from treadle.envs.chat import Model, RolloutSampling, Transcript
 from treadle.envs.chat_format import ChatTokenizer
-from treadle.envs.engine_client import Completion, EngineResult, InferenceClient
-from treadle.envs.scoring import Judge, as_score, failed
+from treadle.envs.engine_client import EngineResult, InferenceClient
+from treadle.envs.scoring import Judge, as_score
 from treadle.errors import ConfigError, EngineError, RequestError, UserError
 from treadle.wire.groups import ScoredGroup
 
@@ -83,25 +83,22 @@ async def score_generation(
 ) -> list[Rollout]:
     """One rollout per completion: every sampled token is trained on, the prompt is not."""
     scores = await context.judge.scores(item, generation.completions)
-    return [
-        Rollout([_single_turn(item, prompt, completion)], score, generation.seconds, completion.text)
-        for completion, score in zip(generation.completions, scores, strict=True)
-    ]
-
-
-def _single_turn(item: Item, prompt: Sequence[int], completion: Completion) -> Transcript:
-    transcript = Transcript(messages=[*item.messages, {"role": "assistant", "content": completion.text}])
-    transcript.read(prompt)
-    transcript.wrote(completion)
-    return transcript
+    rollouts = []
+    for completion, score in zip(generation.completions, scores, strict=True):
+        transcript = Transcript(messages=[*item.messages, {"role": "assistant", "content": completion.text}])
+        transcript.read(prompt)
+        transcript.wrote(completion)
+        rollouts.append(Rollout([transcript], score, generation.seconds, completion.text))
+    return rollouts
 
 
 async def _roll_turns(context: EnvContext, item: Item, sampling: RolloutSampling, num_rollouts: int) -> list[Rollout]:
     """Run the rollouts concurrently. If one fails because the engine is gone, the others are cancelled."""
-    tasks = [
-        asyncio.ensure_future(roll_one(context, item, replace(sampling, seed=_seed_of(sampling.seed, number))))
-        for number in range(num_rollouts)
-    ]
+    seeds: list[int | None] = [None] * num_rollouts
+    if sampling.seed is not None:
+        # The seeds of a rollout's turns increase by 1. They must not overlap with those of the next rollout.
+        seeds = [(sampling.seed + number * 2**20) % 2**63 for number in range(num_rollouts)]
+    tasks = [asyncio.ensure_future(roll_one(context, item, replace(sampling, seed=seed))) for seed in seeds]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -113,43 +110,25 @@ async def roll_one(context: EnvContext, item: Item, sampling: RolloutSampling) -
     model = Model(context.engine, context.tokenizer, sampling)
     try:
         given = await context.environment.rollout(item, model)
-        score = (
-            await _judge_last_reply(context, item, model) if given is None else as_score(given, context.config.right)
-        )
+        if given is not None:
+            score = as_score(given, context.config.right)
+        elif model.last_completion is not None:
+            (score,) = await context.judge.scores(item, [model.last_completion])
+        else:
+            raise ValueError("the rollout asked the model nothing, and gave no score")
     except RequestError as error:  # an invalid request: an error of the user code, in this rollout
-        score = _failed(context, item, error)
+        score = context.judge.failed("rollout_failed", item, "", error)
     except (EngineError, UserError):  # the engine or a setting: concerns all rollouts
         raise
     except asyncio.CancelledError as error:
-        if _is_being_cancelled():
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
             raise
-        score = _failed(context, item, error)  # the user code cancelled itself
+        score = context.judge.failed("rollout_failed", item, "", error)  # the user code cancelled itself
     except (Exception, SystemExit) as error:  # user code
-        score = _failed(context, item, error)
+        score = context.judge.failed("rollout_failed", item, "", error)
     last = model.last_completion
     return Rollout(model.transcripts, score, model.seconds, "" if last is None else last.text)
-
-
-def _is_being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-def _failed(context: EnvContext, item: Item, error: BaseException) -> Score:
-    context.judge.failures.note("rollout_failed", f"{type(error).__name__}: {error}", item, "", with_trace=True)
-    return failed(error)
-
-
-async def _judge_last_reply(context: EnvContext, item: Item, model: Model) -> Score:
-    if model.last_completion is None:
-        raise ValueError("the rollout asked the model nothing, and gave no score")
-    (score,) = await context.judge.scores(item, [model.last_completion])
-    return score
-
-
-def _seed_of(seed: int | None, number: int) -> int | None:
-    """Far enough from the next rollout's seed that the seeds of their turns, which increase by 1, do not overlap."""
-    return None if seed is None else (seed + number * 2**20) % 2**63
 
 
 def check_lengths(prompts: Sequence[Sequence[int]], max_tokens: int, longest_sequence: int) -> None:
@@ -175,34 +154,24 @@ def with_length_penalty(rollouts: Sequence[Rollout], max_tokens: int) -> list[Ro
     scored = [rollout for rollout in rollouts if rollout.score.reward is not None]
     if not scored or not all(rollout.score.is_right for rollout in scored):
         return list(rollouts)
-    return [_scaled(rollout, length_share(rollout.num_sampled, max_tokens)) for rollout in rollouts]
-
-
-def length_share(num_tokens: int, max_tokens: int) -> float:
-    """`length_share(768, 1024) == 0.5`."""
-    return min(1.0, max(0.0, 2 * (1 - num_tokens / max_tokens)))
+    scaled = []
+    for rollout in rollouts:
+        share, reward = min(1.0, max(0.0, 2 * (1 - rollout.num_sampled / max_tokens))), rollout.score.reward
+        # A negative reward must not improve with length.
+        reward = None if reward is None else min(reward, reward * share)
+        scaled.append(replace(rollout, score=replace(rollout.score, reward=reward)))
+    return scaled
 
 
 def without_short(rollouts: Sequence[Rollout], min_tokens: int) -> list[Rollout]:
     """Remove the scores of rollouts with fewer sampled tokens; they stay in the group to keep its size."""
+    why = f"fewer than {min_tokens} sampled tokens"
     return [
-        rollout if rollout.num_sampled >= min_tokens else _unscored(rollout, f"fewer than {min_tokens} sampled tokens")
+        rollout
+        if rollout.num_sampled >= min_tokens or rollout.score.reward is None  # an unscored one already has a reason
+        else replace(rollout, score=replace(rollout.score, reward=None, outcome="too_short", error=why))
         for rollout in rollouts
     ]
-
-
-def _scaled(rollout: Rollout, share: float) -> Rollout:
-    reward = rollout.score.reward
-    if reward is None:
-        return rollout
-    # A negative reward must not improve with length.
-    return replace(rollout, score=replace(rollout.score, reward=min(reward, reward * share)))
-
-
-def _unscored(rollout: Rollout, why: str) -> Rollout:
-    if rollout.score.reward is None:
-        return rollout  # it already has a reason
-    return replace(rollout, score=replace(rollout.score, reward=None, outcome="too_short", error=why))
 
 
 def apply_group_rules(environment: Environment, rollouts: Sequence[Rollout]) -> list[Rollout]:

@@ -17,7 +17,6 @@ from treadle.envs.rewards import (
     Reward,
     RewardInput,
     RewardPool,
-    RewardResult,
     Scorer,
     registry,
 )
@@ -38,29 +37,13 @@ def reward_pool(config: EnvConfig) -> RewardPool:
     )
 
 
-class FailureLog:
-    """Logs each kind of failure once in detail, then only its count: failing tasks must not flood the log."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-
-    def note(self, event: str, what: str, item: Item, said: str, *, with_trace: bool = False) -> None:
-        self._counts[what] += 1
-        count = self._counts[what]
-        if count == 1:
-            shown = {"prompt": item.prompt[-_SHOWN:], "completion": said[:_SHOWN]}
-            log.error(event, exc_info=with_trace, problem=what, **shown)
-        elif count in (10, 100) or count % 1000 == 0:
-            log.error(event, problem=what, times=count)
-
-
 class Judge:
     """`await judge.scores(item, completions)`: one score for each; failures become scores without a reward."""
 
     def __init__(self, environment: Environment, scorer: Scorer) -> None:
         self._environment = environment
         self._scorer = scorer
-        self.failures = FailureLog()
+        self._num_failures: Counter[str] = Counter()
         self._reward: Reward | None = None
         self._num_raised = 0
         self._has_scored = False
@@ -71,13 +54,48 @@ class Judge:
 
     async def scores(self, item: Item, completions: Sequence[Completion]) -> list[Score]:
         if self._reward is None:
-            return [score_here(self._environment, item, c, self.failures) for c in completions]
+            return [self._score_here(item, completion) for completion in completions]
         inputs = [as_reward_input(item, c, in_full=self._takes_lists) for c in completions]
         results = await self._scorer.score(self._reward, inputs)
         for result, completion in zip(results, completions, strict=True):
             if result.score is None:
-                self.failures.note("score_failed", f"{result.outcome}: {result.detail}", item, completion.text)
-        return [self._as_score(result) for result in results]
+                self._log_failure("score_failed", f"{result.outcome}: {result.detail}", item, completion.text)
+        return [
+            Score(
+                reward=result.score,
+                is_right=result.score is not None and self._environment.is_right(result),
+                parts={name: worth for name, worth in result.parts.items() if worth is not None},
+                outcome=result.outcome,
+                error=result.detail,
+                seconds=result.seconds,
+            )
+            for result in results
+        ]
+
+    def _score_here(self, item: Item, completion: Completion) -> Score:
+        """Score with the environment's own method; an exception marks this completion as failed."""
+        began_s = time.perf_counter()
+        try:
+            given = self._environment.score(item, completion.text, completion)
+            score = as_score(given, self._environment.config.right)
+        except Exception as error:  # user code
+            score = self.failed("score_failed", item, completion.text, error)
+        return replace(score, seconds=score.seconds or time.perf_counter() - began_s)  # its own measurement, if any
+
+    def failed(self, event: str, item: Item, said: str, error: BaseException) -> Score:
+        """The score of a rollout whose user code raised, which is logged. Call it in the `except` block."""
+        self._log_failure(event, f"{type(error).__name__}: {error}", item, said, with_trace=True)
+        return Score(reward=None, is_right=False, outcome="raised", error=describe(error))
+
+    def _log_failure(self, event: str, what: str, item: Item, said: str, *, with_trace: bool = False) -> None:
+        """Log each kind of failure once in detail, then only its count: failing tasks must not flood the log."""
+        self._num_failures[what] += 1
+        count = self._num_failures[what]
+        if count == 1:
+            shown = {"prompt": item.prompt[-_SHOWN:], "completion": said[:_SHOWN]}
+            log.error(event, exc_info=with_trace, problem=what, **shown)
+        elif count in (10, 100) or count % 1000 == 0:
+            log.error(event, problem=what, times=count)
 
     def require_scores(self, scores: Sequence[Score]) -> None:
         """Raise ScoringError when scoring has raised for a group's worth of answers and has never succeeded.
@@ -90,16 +108,6 @@ class Judge:
         config, may_fail = self._environment.config, self._has_scored or self._environment.waits_for_agents
         if raised and not may_fail and self._num_raised >= max(config.group_size, 2):
             raise none_scored(self._num_raised, raised[0], config)
-
-    def _as_score(self, result: RewardResult) -> Score:
-        return Score(
-            reward=result.score,
-            is_right=result.score is not None and self._environment.is_right(result),
-            parts={name: worth for name, worth in result.parts.items() if worth is not None},
-            outcome=result.outcome,
-            error=result.detail,
-            seconds=result.seconds,
-        )
 
 
 def as_reward_input(item: Item, completion: Completion, *, in_full: bool = False) -> RewardInput:
@@ -114,17 +122,6 @@ def as_reward_input(item: Item, completion: Completion, *, in_full: bool = False
         messages=list(item.messages) if in_full and item.is_chat else [],
         token_ids=completion.token_ids if in_full else [],
     )
-
-
-def score_here(environment: Environment, item: Item, completion: Completion, failures: FailureLog) -> Score:
-    """Score with the environment's own method; an exception marks this completion as failed."""
-    began_s = time.perf_counter()
-    try:
-        score = as_score(environment.score(item, completion.text, completion), environment.config.right)
-    except Exception as error:  # user code
-        failures.note("score_failed", f"{type(error).__name__}: {error}", item, completion.text, with_trace=True)
-        score = failed(error)
-    return replace(score, seconds=score.seconds or time.perf_counter() - began_s)  # its own measurement, if it has one
 
 
 def none_scored(num_answers: int, example: Score, config: EnvConfig) -> ScoringError:
@@ -159,7 +156,3 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, str | bytes) or value is None or not math.isfinite(value):
         raise ValueError(f"the {name} is {value}")
     return float(value)
-
-
-def failed(error: BaseException) -> Score:
-    return Score(reward=None, is_right=False, outcome="raised", error=describe(error))

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import PrivateAttr
@@ -98,8 +97,10 @@ async def _check_task(environment: Environment, max_items: int, max_seconds: flo
                 return findings
             items = stable_shuffle([*train, *held_out[:max_items]], "trials")  # both splits, also if time is short
             with _logs_muted():
-                tried = await _try_answers(environment, Judge(environment, pool), items, max_seconds)
-            return [*findings, tried.as_finding(len(items)), *check_answers(environment, tried.answers)]
+                tried, why_stopped = await _try_answers(environment, Judge(environment, pool), items, max_seconds)
+            num_tried = sum(answer.kind == "right" for answer in tried)
+            findings.append(Finding("items tried", "ok", f"{num_tried:,} of {len(items):,}{why_stopped}"))
+            return [*findings, *check_answers(environment, tried)]
         finally:
             await environment.close()
 
@@ -127,16 +128,12 @@ def _check_rows(environment: DataEnvironment) -> Finding:
 
 
 def _check_prompts(items: Sequence[Item]) -> Finding:
-    faulty = next((item for item in items if not _is_prompt(item)), None)
-    if faulty is not None:
-        remedy = 'every message is {"role": "user", "content": "..."}, and one of them has words'
-        return Finding("prompts", "problem", f"no prompt: {faulty.messages!r:.200}", remedy)
+    for item in items:
+        if not item.prompt.strip() or not all({"role", "content"} <= set(message) for message in item.messages):
+            remedy = 'every message is {"role": "user", "content": "..."}, and one of them has words'
+            return Finding("prompts", "problem", f"no prompt: {item.messages!r:.200}", remedy)
     lengths = [len(item.prompt) for item in items]
     return Finding("prompts", "ok", f"{statistics.median(lengths):.0f} characters (median), {max(lengths):,} (longest)")
-
-
-def _is_prompt(item: Item) -> bool:
-    return all({"role", "content"} <= set(message) for message in item.messages) and bool(item.prompt.strip())
 
 
 def _check_splits(train: Sequence[Item], held_out: Sequence[Item]) -> Finding:
@@ -162,18 +159,6 @@ def _check_repeatable(
     return Finding(name, "problem", "the same index gives another item", remedy)
 
 
-@dataclass(frozen=True)
-class TriedAnswers:
-    """The answers that were tried, and why some items were left out."""
-
-    answers: Sequence[TriedAnswer]
-    why_stopped: str = ""
-
-    def as_finding(self, num_items: int) -> Finding:
-        num_tried = sum(answer.kind == "right" for answer in self.answers)
-        return Finding("items tried", "ok", f"{num_tried:,} of {num_items:,}{self.why_stopped}")
-
-
 @contextmanager
 def _logs_muted() -> Iterator[None]:
     """Mute the log: it would have a traceback of every failed answer; the table shows the first one."""
@@ -188,7 +173,8 @@ def _logs_muted() -> Iterator[None]:
 
 async def _try_answers(
     environment: Environment, judge: Judge, items: Sequence[Item], max_seconds: float
-) -> TriedAnswers:
+) -> tuple[list[TriedAnswer], str]:
+    """The answers that were tried, and why some items were left out ("" if none was)."""
     tester = AnswerTester(environment, judge, items)
     await tester.try_answers(0)  # not counted: the workers start
     deadline = time.monotonic() + max_seconds
@@ -202,10 +188,10 @@ async def _try_answers(
             num_failures += sum(answer.score.reward is None for answer in answers)
             report_progress(place + 1, f"{len(tried):,} answers scored")
             if num_failures >= _MAX_FAILURES:
-                return TriedAnswers(tried, f": stopped after {num_failures} failures of scoring")
+                return tried, f": stopped after {num_failures} failures of scoring"
             if time.monotonic() > deadline and place + 1 < num_to_try:
-                return TriedAnswers(tried, f": stopped after {max_seconds:g} s")
-    return TriedAnswers(tried, "" if num_to_try == len(items) else ": enough for a task of several turns")
+                return tried, f": stopped after {max_seconds:g} s"
+    return tried, "" if num_to_try == len(items) else ": enough for a task of several turns"
 
 
 def _settings(environment: Environment) -> Finding:

@@ -1,3 +1,4 @@
+import asyncio
 import re
 
 import pytest
@@ -6,7 +7,8 @@ from treadle.config.env import EnvConfig
 from treadle.envs.base import Environment, Item, Score, stable_seed, stable_shuffle
 from treadle.envs.catalogue import environment, load_environment
 from treadle.envs.engine_client import Completion
-from treadle.envs.scoring import FailureLog, score_here
+from treadle.envs.rewards import InlineScorer
+from treadle.envs.scoring import Judge
 from treadle.envs.tasks.arithmetic import TASKS, Arithmetic, harder, split
 from treadle.errors import ConfigError
 
@@ -160,6 +162,12 @@ def test_brevity_rewards_right_and_finished_completions_only():
     assert env.score(item, "140", completion("140", num_tokens=24, finish_reason="length")).reward == 0.5
 
 
+def judged(env, given):
+    """The score of a completion of the first training item, as in training."""
+    (score,) = asyncio.run(Judge(env, InlineScorer()).scores(env.train_item(0), [given]))
+    return score
+
+
 @pytest.mark.parametrize("task", ["addition", "comparison", "multiplication"])
 def test_a_right_answer_that_is_cut_off_is_worth_half(task):
     env = Arithmetic(EnvConfig(task=task))
@@ -167,7 +175,7 @@ def test_a_right_answer_that_is_cut_off_is_worth_half(task):
     assert env.score(item, item.answer, completion(item.answer)) == Score(reward=1.0, is_right=True)
     cut_off = completion(item.answer, finish_reason="length")
     assert env.score(item, item.answer, cut_off) == Score(reward=0.5, is_right=True)
-    assert score_here(env, item, cut_off, FailureLog()).is_right, "its own word decides, not --env.right"
+    assert judged(env, cut_off).is_right, "its own word decides, not --env.right"
     assert env.score(item, "none", cut_off) == Score(reward=0.0, is_right=False)
 
 
@@ -193,10 +201,10 @@ def test_an_error_while_scoring_is_no_score():
             raise KeyError("no such thing")
 
     env = load_environment(EnvConfig(name="test-broken-scorer"))
-    broken = score_here(env, env.train_item(0), completion("x"), FailureLog())
+    broken = judged(env, completion("x"))
     assert (broken.reward, broken.outcome) == (None, "raised")
     assert re.fullmatch(r"KeyError: 'no such thing', at \S*test_env_arithmetic\.py:\d+", broken.error)
-    assert score_here(env, env.train_item(0), completion("nan"), FailureLog()).error == "ValueError: the reward is nan"
+    assert judged(env, completion("nan")).error == "ValueError: the reward is nan"
 
 
 def test_seeds_are_63_bit_and_the_same_everywhere():

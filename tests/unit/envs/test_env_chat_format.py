@@ -28,7 +28,6 @@ def test_a_template_renders_and_encodes_to_the_text_it_wrote(tmp_path):
     expected = (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert tokenizer.has_template
     assert tokenizer.render(CHAT) == expected
     assert tokenizer.render(CHAT, add_generation_prompt=False) == expected.removesuffix("<|im_start|>assistant\n")
     ids = tokenizer.encode_chat(CHAT)
@@ -79,7 +78,6 @@ def test_a_template_may_lie_in_the_tokenizer_settings(tmp_path, as_list):
 
 def test_without_a_template_the_prompt_is_the_plain_text(tmp_path):
     tokenizer = ChatTokenizer.load(save_tokenizer(tmp_path, template=None))
-    assert not tokenizer.has_template
     assert tokenizer.render(CHAT) == "Be brief.\nWhat is 2 + 2?"
     assert tokenizer.decode(tokenizer.encode_chat(CHAT)) == "Be brief.\nWhat is 2 + 2?"
 

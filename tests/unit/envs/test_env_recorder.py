@@ -488,7 +488,7 @@ def test_who_may_speak_to_the_model_may_not_judge_what_it_says(tmp_path):
             listed = (await http.get("/sessions")).text
             assert on.session.key not in listed
             assert on.session.score_key not in listed
-            on.sessions.add_client("player", on.session)
+            on.sessions.by_client["player"] = on.session
             for address in (on.session.key, "shared"):
                 headers = {"X-Session-ID": "player"}
                 assert (await http.post(f"/{address}/score", json={"score": 1.0}, headers=headers)).status_code == 404
@@ -552,7 +552,7 @@ def test_agents_that_share_a_url_are_distinguished_and_can_be_discarded(tmp_path
         with pytest.raises(openai.NotFoundError):
             await ask("player")
         for speaker in ("player", "judge"):
-            on.sessions.add_client(speaker, on.session)
+            on.sessions.by_client[speaker] = on.session
             await ask(speaker)
         assert [on.trained(i) for i in range(2)] == [[f"Five.{END}"], [f"Good.{END}"]]
         assert on.session.model.last_completion.text == "Good."

@@ -9,7 +9,7 @@ import pytest
 from treadle.envs.base import Score
 from treadle.envs.chat import Transcript
 from treadle.envs.engine_client import Completion
-from treadle.envs.rollout import Rollout, build_group, drop_reason, length_share, with_length_penalty, without_short
+from treadle.envs.rollout import Rollout, build_group, drop_reason, with_length_penalty, without_short
 
 
 def rollout(reward: float, finish_reason: str) -> Rollout:
@@ -65,7 +65,7 @@ def rewards(rollouts):
     ("num_tokens", "share"), [(1, 1.0), (512, 1.0), (768, 0.5), (1023, 2 / 1024), (1024, 0.0), (3000, 0.0)]
 )
 def test_full_worth_up_to_half_the_length_then_straight_down_to_nothing(num_tokens, share):
-    assert length_share(num_tokens, 1024) == pytest.approx(share)
+    assert rewards(with_length_penalty([sampled(num_tokens)], 1024)) == [pytest.approx(share)]
 
 
 def test_a_group_that_is_all_right_is_worth_more_the_shorter():

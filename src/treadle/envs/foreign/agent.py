@@ -28,7 +28,7 @@ from treadle.config.env import EnvConfig
 from treadle.envs.base import Item, Score
 from treadle.envs.catalogue import environment
 from treadle.envs.chat import Model
-from treadle.envs.foreign.recorder import TOKEN_VARIABLE, Recorder, api_key, item_json, serving
+from treadle.envs.foreign.recorder import TOKEN_VARIABLE, Recorder, item_json, serving
 from treadle.envs.foreign.sessions import Session, Sessions
 from treadle.envs.tasks.jsonl import Jsonl, JsonlArgs
 from treadle.errors import ConfigError, ProcessDied
@@ -62,17 +62,6 @@ def split_command(command: str | Sequence[str]) -> list[str]:
     if any("\0" in word for word in words):
         raise _bad_command("the agent's command has a zero byte in it")
     return words
-
-
-def check_can_start(command: Sequence[str], working_dir: Path) -> None:
-    if not working_dir.is_dir():
-        raise ConfigError(
-            f"there is no folder {working_dir}, in which the agent's command is to run",
-            fix="restore it, or give --env.args again with another working_dir",
-        )
-    program = working_dir / command[0] if "/" in command[0] else command[0]
-    if shutil.which(program) is None:
-        raise _bad_command(f"cannot start '{program}': there is no such program here, or it may not be run")
 
 
 def _bad_command(problem: str) -> ConfigError:
@@ -162,6 +151,7 @@ class Agent(Jsonl):
         self._working_dir = Path(self._args.working_dir).expanduser().absolute()
         if self._command:  # a run that is resumed from another directory starts the same program
             self.config = config.model_copy(update={"args": {**config.args, "working_dir": str(self._working_dir)}})
+        self.waits_for_agents = not self._command
         self._time_limit_s = self._args.time_limit_s or 0.9 * config.worker_timeout
         self._has_rewards = "rewards" in config.args or bool(config.rewards)
         self._sessions = Sessions()
@@ -169,13 +159,16 @@ class Agent(Jsonl):
         self._open = AsyncExitStack()
         self.url = ""
 
-    @property
-    def waits_for_agents(self) -> bool:
-        return not self._command
-
     def prepare(self) -> None:
         if self._command:
-            check_can_start(self._command, self._working_dir)
+            if not self._working_dir.is_dir():
+                raise ConfigError(
+                    f"there is no folder {self._working_dir}, in which the agent's command is to run",
+                    fix="restore it, or give --env.args again with another working_dir",
+                )
+            program = self._working_dir / self._command[0] if "/" in self._command[0] else self._command[0]
+            if shutil.which(program) is None:
+                raise _bad_command(f"cannot start '{program}': there is no such program here, or it may not be run")
         super().prepare()
 
     async def open(self) -> None:
@@ -184,17 +177,14 @@ class Agent(Jsonl):
         port = self._args.port if self._args.port is not None else 0 if self._command else ATROPOS_PORT
         self.url = await self._open.enter_async_context(serving(recorder.app, self._args.host, port))
         if not self._command:
-            self._log_address()
-
-    def _log_address(self) -> None:
-        log.info(
-            "agents_come_by_themselves",
-            ask=f"POST {self.url}/sessions/create",
-            base_url=f"{self.url}/UUID/v1",
-            score="POST to the answer's score_url",
-            api_key=f"the value of {TOKEN_VARIABLE}" if TOKEN_VARIABLE in os.environ else "any",
-            fix="""to have agents started instead: --env.args '{"command": "python examples/agent.py"}'""",
-        )
+            log.info(
+                "agents_come_by_themselves",
+                ask=f"POST {self.url}/sessions/create",
+                base_url=f"{self.url}/UUID/v1",
+                score="POST to the answer's score_url",
+                api_key=f"the value of {TOKEN_VARIABLE}" if TOKEN_VARIABLE in os.environ else "any",
+                fix="""to have agents started instead: --env.args '{"command": "python examples/agent.py"}'""",
+            )
 
     async def close(self) -> None:
         await self._open.aclose()
@@ -215,7 +205,7 @@ class Agent(Jsonl):
         item = msgspec.json.encode(item_json(session.item))
         variables = {
             "OPENAI_BASE_URL": f"{self.url}/{session.key}/v1",
-            "OPENAI_API_KEY": api_key(),
+            "OPENAI_API_KEY": os.environ.get(TOKEN_VARIABLE, "none"),
             "TREADLE_SCORE_URL": f"{self.url}/{session.score_key}/score",
         }
         for name in ("NO_PROXY", "no_proxy"):  # calls to this machine must not go through a proxy
@@ -243,7 +233,13 @@ class Agent(Jsonl):
         return self._score_of(session, ended)
 
     def _score_of(self, session: Session, ended: ProgramResult) -> Score | None:
-        problem = self._problem(ended)
+        problem = ""
+        if ended.exit_code != 0:
+            is_late = ended.exit_code is None
+            what = f"took longer than {self._time_limit_s:g} s" if is_late else f"exited {ended.exit_code}"
+            before, _, last = ended.tail.rpartition("\n")  # the last line first: a score's error is cut at its end
+            problem = f"the agent {what}; it last printed: {last[-LAST_WORDS:] or '(nothing)'}"
+            problem += f"\nand before that:\n{before}" if before else ""
         if session.score.done():
             if problem:
                 log.warning("agent_failed_after_its_score", problem=problem)
@@ -256,11 +252,3 @@ class Agent(Jsonl):
                 fix="""POST {"score": 1.0} to TREADLE_SCORE_URL, or name some by --env.rewards""",
             )
         return None
-
-    def _problem(self, ended: ProgramResult) -> str:
-        if ended.exit_code == 0:
-            return ""
-        what = f"took longer than {self._time_limit_s:g} s" if ended.exit_code is None else f"exited {ended.exit_code}"
-        before, _, last = ended.tail.rpartition("\n")  # the last line first: a score's error is cut at its end
-        message = f"the agent {what}; it last printed: {last[-LAST_WORDS:] or '(nothing)'}"
-        return f"{message}\nand before that:\n{before}" if before else message

@@ -10,12 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Self
 
-from treadle.envs.chat import Chat, Model, Reply
+from treadle.envs.chat import Chat, Model
+from treadle.envs.engine_client import Completion
 from treadle.envs.foreign.openai_api import AgentRequest, NoRoom, Turn, message_key, normalize_message, parse_reply
-
-C = TypeVar("C", bound=Chat)
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,7 @@ class PendingReply:
 
     turn: Turn
     chat: Chat
+    completion: Completion | None
 
 
 class Conversation(ABC):
@@ -55,14 +55,19 @@ class Conversation(ABC):
     def add_request(self, request: AgentRequest) -> None:
         """Add the new part of a call; a call that was cancelled and repeated has none."""
 
-    @abstractmethod
     def branch(self) -> Self:
         """A separate conversation that continues from here."""
+        other = copy(self)
+        other.chat = self.chat.branch()
+        return other
 
     async def sample(self, request: AgentRequest) -> PendingReply:
         """Sample a reply without changing the conversation: a call for several replies gets all or none."""
-        chat = _copy(self.chat)
+        chat = copy(self.chat)
+        chat.transcript = copy(chat.transcript)
+        vars(chat.transcript).update({name: copy(value) for name, value in vars(chat.transcript).items()})
         reply = await chat.ask(max_tokens=request.max_tokens, stop=request.stop)
+        completion = chat.model.last_completion  # of this reply: nothing was awaited since it was sampled
         tokens, logprobs = chat.transcript.tokens, chat.transcript.logprobs
         if not reply.num_tokens:
             self.chat.transcript.finish_reason = reply.finish_reason
@@ -77,7 +82,7 @@ class Conversation(ABC):
             logprobs=logprobs[-reply.num_tokens :],
             prompt_token_ids=tokens[: -reply.num_tokens],
         )
-        return PendingReply(turn, chat)
+        return PendingReply(turn, chat, completion)
 
     def commit(self, pending: PendingReply) -> Turn:
         """Make the reply part of the chat, and of the training data."""
@@ -94,18 +99,15 @@ class Conversation(ABC):
 class ChatConversation(Conversation):
     """Conversation of /chat/completions: messages, which the agent sends back with every call."""
 
-    def __init__(self, chat: Chat, request: AgentRequest) -> None:
+    def __init__(self, model: Model, request: AgentRequest) -> None:
+        chat = model.chat(request.messages, tools=request.tools, temperature=request.temperature)
         super().__init__(chat, request.client_id)
         self._request = request
-        self._known = list(request.keys)
+        self._known = request.keys
 
     @property
     def num_chars(self) -> int:
         return self._request.num_chars
-
-    @classmethod
-    def begin(cls, model: Model, request: AgentRequest) -> Self:
-        return cls(model.chat(request.messages, tools=request.tools, temperature=request.temperature), request)
 
     def _extends(self, request: AgentRequest) -> bool:
         keys, known = request.keys, self._known
@@ -114,115 +116,75 @@ class ChatConversation(Conversation):
 
     def add_request(self, request: AgentRequest) -> None:
         self.chat.add(*request.messages[len(self._known) :])
-        self._request, self._known = request, list(request.keys)
+        self._request, self._known = request, request.keys
         self._has_replied = False
 
-    def branch(self) -> Self:
-        other = type(self)(self.chat.branch(), self._request)
-        other._known = list(self._known)
-        return other
-
     def _record(self, turn: Turn) -> None:
-        self._known.append(message_key(normalize_message(turn.reply.message)))
+        self._known = [*self._known, message_key(normalize_message(turn.reply.message))]
 
 
 class TextConversation(Conversation):
     """Conversation of /completions: text (or token ids) that is continued, without a chat template."""
 
-    def __init__(self, text_chat: PlainTextChat, client_id: str) -> None:
-        super().__init__(text_chat, client_id)
-        self._text_chat = text_chat
+    chat: PlainTextChat
+
+    def __init__(self, model: Model, request: AgentRequest) -> None:
+        super().__init__(PlainTextChat(model, (), temperature=request.temperature), request.client_id)
         self._is_all_in_the_text = True  # False after an end token or stop word, which the agent does not see
+        model.chats.append(self.chat)
+        self.add_request(request)
 
     @property
     def num_chars(self) -> int:
-        return len(self._text_chat.text)
-
-    @classmethod
-    def begin(cls, model: Model, request: AgentRequest) -> Self:
-        text_chat = PlainTextChat(model, request.temperature)
-        model.chats.append(text_chat)
-        conversation = cls(text_chat, request.client_id)
-        conversation.add_request(request)
-        return conversation
+        return len(self.chat.text)
 
     def _extends(self, request: AgentRequest) -> bool:
         if isinstance(request.prompt, str):
-            text = self._text_chat.text
+            text = self.chat.text
             # After an end token that the agent does not know of, the prompt would differ from the one that was sent.
             is_longer = request.prompt != text or not self._has_replied
             return is_longer and self._is_all_in_the_text and request.prompt.startswith(text)
-        known = self._text_chat.ids
+        known = self.chat.ids
         is_longer = len(request.prompt) > len(known) or (len(request.prompt) == len(known) and not self._has_replied)
         return is_longer and list(request.prompt[: len(known)]) == known
 
     def add_request(self, request: AgentRequest) -> None:
+        tokenizer = self.chat.model.tokenizer
         if isinstance(request.prompt, str):
-            self._text_chat.read_text(request.prompt[len(self._text_chat.text) :])
-        else:
-            self._text_chat.read_ids(request.prompt[len(self._text_chat.ids) :])
+            if text := request.prompt[len(self.chat.text) :]:
+                self.chat.add_text(text, tokenizer.encode_text(text, is_beginning=not self.chat.ids))
+        elif token_ids := request.prompt[len(self.chat.ids) :]:
+            self.chat.add_text(tokenizer.decode(token_ids), list(token_ids))
         self._has_replied = False
 
-    def branch(self) -> Self:
-        other = type(self)(self._text_chat.branch(), self.client_id)
-        other._is_all_in_the_text = self._is_all_in_the_text
-        return other
-
     def _record(self, turn: Turn) -> None:
-        self._text_chat.text += turn.reply.text
-        sampled = self._text_chat.decode(turn.token_ids)
+        self.chat.text += turn.reply.text
+        self.chat.unread_ids = []
+        sampled = self.chat.model.tokenizer.decode(turn.token_ids, skip_special_tokens=False)
         self._is_all_in_the_text = self._is_all_in_the_text and sampled == turn.reply.text
 
 
 class PlainTextChat(Chat):
     """A chat without turns: new text is appended as it is."""
 
-    def __init__(self, model: Model, temperature: float | None) -> None:
-        super().__init__(model, (), temperature=temperature)
-        self.text = ""  # all of it, as the agent sees it
-        self._unread_ids: list[int] = []
+    text: str = ""  # all of it, as the agent sees it
+    unread_ids: Sequence[int] = ()
 
     @property
     def ids(self) -> list[int]:
-        return [*self.transcript.tokens, *self._unread_ids]
+        return [*self.transcript.tokens, *self.unread_ids]
 
-    def read_text(self, text: str) -> None:
-        if text:
-            self._take(text, self._model.tokenizer.encode_text(text, is_beginning=not self.ids))
-
-    def read_ids(self, token_ids: tuple[int, ...]) -> None:
-        if token_ids:
-            self._take(self._model.tokenizer.decode(token_ids), list(token_ids))
-
-    def decode(self, token_ids: list[int]) -> str:
-        return self._model.tokenizer.decode(token_ids, skip_special_tokens=False)
-
-    def _take(self, text: str, token_ids: list[int]) -> None:
+    def add_text(self, text: str, token_ids: Sequence[int]) -> None:
         self.text += text
-        self._unread_ids += token_ids
+        self.unread_ids = [*self.unread_ids, *token_ids]
         self.add({"role": "user", "content": text})
 
     def branch(self) -> PlainTextChat:
-        other = PlainTextChat(self._model, self.transcript.temperature)
-        other.messages.extend(self.messages)
+        other = PlainTextChat(self.model, self.messages, temperature=self.transcript.temperature)
         other.transcript.read(self.transcript.tokens)
-        other.text, other._unread_ids = self.text, list(self._unread_ids)
-        self._model.chats.append(other)
+        other.text, other.unread_ids = self.text, self.unread_ids
+        self.model.chats.append(other)
         return other
 
-    async def ask(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Reply:
-        reply = await super().ask(max_tokens=max_tokens, stop=stop)
-        if reply.num_tokens:
-            self._unread_ids = []
-        return reply
-
     def _next_prompt(self) -> list[int]:
-        return list(self._unread_ids)
-
-
-def _copy(chat: C) -> C:
-    """An independent copy."""
-    other = copy(chat)
-    other.transcript = copy(chat.transcript)
-    vars(other.transcript).update({name: copy(value) for name, value in vars(chat.transcript).items()})
-    return other
+        return list(self.unread_ids)

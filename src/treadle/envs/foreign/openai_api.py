@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -50,7 +51,7 @@ def normalize_message(message: Mapping[str, Any]) -> Message:
             found[name] = check_name_length(text, f"the {name} of a message")
     if message.get("tool_calls"):
         calls = _as(list, message["tool_calls"], "the tool_calls of a message must be a list")
-        found["tool_calls"] = [_plain_call(call) for call in calls]
+        found["tool_calls"] = list(map(_normalize_call, calls))
     return found
 
 
@@ -71,11 +72,6 @@ def message_key(message: Message) -> MessageKey:
         text.strip() if message["role"] == "assistant" else text,
         calls,
     )
-
-
-def num_chars(key: MessageKey) -> int:
-    role, name, text, calls = key
-    return len(role) + len(name) + len(text) + sum(len(function) + len(arguments) for function, arguments in calls)
 
 
 def check_name_length(text: str, what: str) -> str:
@@ -100,23 +96,17 @@ def _text(content: object) -> str:
     raise RequestError("the content of a message must be text, or parts of type text", fix="leave images and audio out")
 
 
-def _plain_call(call: object) -> dict[str, Any]:
+def _normalize_call(call: object) -> dict[str, Any]:
+    """Arguments are text in requests, and an object in templates; text that is not JSON stays text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError("a tool call needs a function with a name")
     name = check_name_length(function["name"], "the name of a function")
-    return {"type": "function", "function": {"name": name, "arguments": _arguments(function)}}
-
-
-def _arguments(function: Mapping[str, Any]) -> Any:
-    """Text in requests, an object in templates; text that is not JSON stays text."""
-    given = function.get("arguments")
-    if not isinstance(given, str):
-        return given or {}
-    try:
-        return json.loads(given or "{}")
-    except json.JSONDecodeError:
-        return given
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        with contextlib.suppress(json.JSONDecodeError):
+            arguments = json.loads(arguments)
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 @dataclass(frozen=True)
@@ -139,12 +129,15 @@ def parse_reply(text: str, *, has_tools: bool) -> ParsedReply:
     calls = [call for call in found if isinstance(call, ToolCall)]
     if not calls or len(calls) < len(found):
         return ParsedReply(text, text)
-    return ParsedReply(text, without_tool_calls(text).strip() or None, tuple(_as_openai(call) for call in calls))
-
-
-def _as_openai(call: ToolCall) -> Mapping[str, Any]:
-    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+    openai_calls = tuple(
+        {
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+        }
+        for call in calls
+    )
+    return ParsedReply(text, without_tool_calls(text).strip() or None, openai_calls)
 
 
 class NoRoom(RequestError):
@@ -204,8 +197,11 @@ class AgentRequest:
     @cached_property
     def num_chars(self) -> int:
         """Size of the part of this call that a session stores."""
-        text = len(self.prompt) + sum(map(num_chars, self.keys))
-        return text + (len(self.tools_key) if self.tools else 0)
+        messages = sum(
+            len(role) + len(name) + len(text) + sum(len(function) + len(arguments) for function, arguments in calls)
+            for role, name, text, calls in self.keys
+        )
+        return len(self.prompt) + messages + (len(self.tools_key) if self.tools else 0)
 
 
 def parse_chat_request(body: AgentChat, run_temperature: float, client_id: str = "") -> AgentRequest:
@@ -221,14 +217,12 @@ def parse_chat_request(body: AgentChat, run_temperature: float, client_id: str =
         raise RequestError("top_logprobs are not offered: only the sampled tokens' own", fix="leave it out")
     if body.chat_template_kwargs or not body.add_generation_prompt:
         raise RequestError("the chat template is used as it is", fix="leave its settings out")
-    return AgentRequest(
-        messages=tuple(normalize_message(message) for message in body.messages),
+    messages = tuple(normalize_message(message) for message in body.messages)
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return replace(
+        _without_prompt(body, max_tokens, run_temperature, client_id),
+        messages=messages,
         tools=() if body.tool_choice == "none" else tuple(body.tools or ()),
-        n=_branches(body),
-        max_tokens=_max_tokens(body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens),
-        temperature=_temperature(body, run_temperature),
-        stop=_stop(body),
-        client_id=check_name_length(client_id, "X-Session-ID"),
     )
 
 
@@ -240,18 +234,14 @@ def parse_completion_request(body: AgentCompletion, run_temperature: float, clie
         raise RequestError("prompt must be one text, or the token ids of one", fix="send one call for each prompt")
     if not prompt:
         raise RequestError("the prompt is empty", fix="send at least one token")
-    return AgentRequest(
+    return replace(
+        _without_prompt(body, body.max_tokens, run_temperature, client_id),
         prompt=prompt if isinstance(prompt, str) else tuple(prompt),
-        n=_branches(body),
-        max_tokens=_max_tokens(body.max_tokens),
-        temperature=_temperature(body, run_temperature),
-        stop=_stop(body),
-        client_id=check_name_length(client_id, "X-Session-ID"),
     )
 
 
-def _branches(body: Sampling) -> int:
-    """The number of choices; refuses parameters that change the distribution in ways that training cannot follow."""
+def _without_prompt(body: Sampling, max_tokens: int | None, run_temperature: float, client_id: str) -> AgentRequest:
+    """The sampling parameters; refuses those that change the distribution in ways that training cannot follow."""
     truncates = body.top_p not in (None, 1.0) or body.top_k > 0 or body.min_p > 0
     if truncates or body.frequency_penalty or body.presence_penalty or body.logit_bias:
         raise RequestError(
@@ -263,13 +253,18 @@ def _branches(body: Sampling) -> int:
     n = 1 if body.n is None else body.n
     if not 1 <= n <= MAX_BRANCHES:
         raise RequestError(f"n must be 1 to {MAX_BRANCHES}")
-    return n
-
-
-def _max_tokens(wanted: int | None) -> int | None:
-    if wanted is not None and wanted < 1:
+    if max_tokens is not None and max_tokens < 1:
         raise RequestError("max_tokens must be at least 1")
-    return wanted
+    stop: Sequence[str] = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
+    if len(stop) > MAX_STOP_STRINGS or not all(0 < len(word) <= MAX_STOP_CHARS for word in stop):
+        raise RequestError(f"stop takes at most {MAX_STOP_STRINGS} strings, each of 1 to {MAX_STOP_CHARS} characters")
+    return AgentRequest(
+        n=n,
+        max_tokens=max_tokens,
+        temperature=_temperature(body, run_temperature),
+        stop=tuple(stop),
+        client_id=check_name_length(client_id, "X-Session-ID"),
+    )
 
 
 def _temperature(body: Sampling, of_the_run: float) -> float | None:
@@ -284,13 +279,6 @@ def _temperature(body: Sampling, of_the_run: float) -> float | None:
             fix=f"leave it out, and the run's own ({of_the_run:g}, --env.temperature) is used",
         )
     return wanted
-
-
-def _stop(body: Sampling) -> tuple[str, ...]:
-    words: Sequence[str] = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
-    if len(words) > MAX_STOP_STRINGS or not all(0 < len(word) <= MAX_STOP_CHARS for word in words):
-        raise RequestError(f"stop takes at most {MAX_STOP_STRINGS} strings, each of 1 to {MAX_STOP_CHARS} characters")
-    return tuple(words)
 
 
 @dataclass(frozen=True)

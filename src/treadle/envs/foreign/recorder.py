@@ -25,7 +25,6 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from treadle.envs.base import Item, Score, is_enough
-from treadle.envs.chat import Transcript
 from treadle.envs.foreign.openai_api import (
     AgentChat,
     AgentCompletion,
@@ -85,11 +84,6 @@ async def serving(app: Any, host: str, port: int) -> AsyncIterator[str]:
         listener.close()
 
 
-def api_key() -> str:
-    """The API key for agents: the recorder's token, if there is one."""
-    return os.environ.get(TOKEN_VARIABLE, "none")
-
-
 class UnknownSession(RequestError):
     pass
 
@@ -144,9 +138,7 @@ class Recorder:
         session = self._find(http)
         body = await _read(http, AgentChat)
         request = parse_chat_request(body, session.model.sampling.temperature, http.headers.get(CLIENT_HEADER, ""))
-        return await self._answer(
-            http, session, request, self._options(body, is_chat=True), is_streamed=bool(body.stream)
-        )
+        return await self._answer(http, session, body, request)
 
     async def _completions(self, http: Request) -> Response:
         session = self._find(http)
@@ -154,32 +146,29 @@ class Recorder:
         request = parse_completion_request(
             body, session.model.sampling.temperature, http.headers.get(CLIENT_HEADER, "")
         )
-        return await self._answer(
-            http, session, request, self._options(body, is_chat=False), is_streamed=bool(body.stream)
-        )
+        return await self._answer(http, session, body, request)
 
-    def _options(self, body: AgentChat | AgentCompletion, *, is_chat: bool) -> ResponseOptions:
-        return ResponseOptions(
+    async def _answer(
+        self, http: Request, session: Session, body: AgentChat | AgentCompletion, request: AgentRequest
+    ) -> Response:
+        is_chat = isinstance(body, AgentChat)
+        options = ResponseOptions(
             model=body.model or self._model_name,
             is_chat=is_chat,
             logprobs=bool(body.logprobs) or (not is_chat and body.logprobs is not None),
             token_ids=body.return_token_ids,
             usage_in_stream=body.stream_options is not None and body.stream_options.include_usage,
         )
-
-    async def _answer(
-        self, http: Request, session: Session, request: AgentRequest, options: ResponseOptions, *, is_streamed: bool
-    ) -> Response:
         turns: list[Turn] | None = await unless_gone(http, session.answer(request))
         if turns is None:
             return Response(status_code=CLIENT_CLOSED)
         tokenizer = session.model.tokenizer
-        if is_streamed:
+        if body.stream:
             return StreamingResponse(response_events(turns, options, tokenizer), media_type="text/event-stream")
         return json_answer(response_body(turns, options, tokenizer))
 
     async def _score(self, http: Request) -> Response:
-        session = self._sessions.by_score_key(http.path_params["secret"])
+        session = self._sessions.by_score_key.get(http.path_params["secret"])
         if session is None:
             raise UnknownSession("nothing is scored here: the session has ended, or the URL is not its score_url")
         session.finish((await _read(http, PostedScore)).as_score(self._right))
@@ -193,9 +182,18 @@ class Recorder:
         return json_answer({"status": "deleted", "uuid": session.key})
 
     async def _nodes(self, http: Request) -> Response:
-        session = self._find(http)
-        tokenizer = session.model.tokenizer
-        return json_answer({"nodes": [_node(one, tokenizer.decode(one.tokens)) for one in session.model.transcripts]})
+        model = self._find(http).model
+        nodes = [
+            {
+                "full_text": model.tokenizer.decode(one.tokens),
+                "tokens": one.tokens,
+                "masked_tokens": one.masks,
+                "logprobs": one.logprobs,
+                "metadata": {"finish_reason": one.finish_reason},
+            }
+            for one in model.transcripts
+        ]
+        return json_answer({"nodes": nodes})
 
     async def _create(self, http: Request) -> Response:
         body = await _read(http, CreateSession)
@@ -225,7 +223,8 @@ class Recorder:
 
     async def _list(self, _: Request) -> Response:
         """Keys are shortened: a whole key grants calls as its agent."""
-        shown = [{"uuid": f"{one.key[:SHOWN_OF_KEY]}...", "created_at": one.created_at} for one in self._sessions]
+        sessions = self._sessions.by_key.values()
+        shown = [{"uuid": f"{one.key[:SHOWN_OF_KEY]}...", "created_at": one.created_at} for one in sessions]
         return json_answer({"sessions": shown})
 
     async def _models(self, http: Request) -> Response:
@@ -235,12 +234,12 @@ class Recorder:
         return json_answer({"object": "list", "data": [card]})
 
     async def _health(self, _: Request) -> Response:
-        return json_answer({"status": "ok", "sessions": len(list(self._sessions))})
+        return json_answer({"status": "ok", "sessions": len(self._sessions.by_key)})
 
     def _find(self, http: Request) -> Session:
         key = http.path_params["session"]
         client_id = http.headers.get(CLIENT_HEADER, "")
-        session = self._sessions.for_client(client_id) if key == SHARED else self._sessions.get(key)
+        session = self._sessions.by_client.get(client_id) if key == SHARED else self._sessions.by_key.get(key)
         if session is None:
             raise UnknownSession("there is no such session: it has ended, or never was")
         return session
@@ -249,16 +248,6 @@ class Recorder:
 def item_json(item: Item) -> dict[str, Any]:
     """An item as JSON for agents."""
     return {"messages": list(item.messages), "answer": item.answer, "metadata": dict(item.metadata)}
-
-
-def _node(transcript: Transcript, text: str) -> dict[str, Any]:
-    return {
-        "full_text": text,
-        "tokens": transcript.tokens,
-        "masked_tokens": transcript.masks,
-        "logprobs": transcript.logprobs,
-        "metadata": {"finish_reason": transcript.finish_reason},
-    }
 
 
 def _route(path: str, handler: Callable[[Request], Awaitable[Response]], method: str = "GET") -> Route:

@@ -45,7 +45,7 @@ class Session:
         self.score: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
         self._conversations: list[Conversation] = []
         self._replies: list[tuple[Conversation, Completion | None]] = []  # all committed replies, in order
-        self._sampling: set[asyncio.Future[tuple[PendingReply, Completion | None]]] = set()
+        self._sampling: set[asyncio.Future[PendingReply]] = set()
 
     async def answer(self, request: AgentRequest) -> list[Turn]:
         """The `request.n` replies to one call: the first continues the known conversation, the others are branches.
@@ -62,7 +62,7 @@ class Session:
             conversation.add_request(request)
             conversations = [conversation]
         else:
-            conversations = [(TextConversation if request.prompt else ChatConversation).begin(self.model, request)]
+            conversations = [(TextConversation if request.prompt else ChatConversation)(self.model, request)]
         conversations += (conversations[0].branch() for _ in range(request.n - 1))
         begun = [one for one in conversations if one is not conversation]
         self._conversations += begun
@@ -95,20 +95,14 @@ class Session:
         """Sample concurrently. If one fails, or the client disconnects, all are cancelled and none is committed."""
         for conversation in conversations:
             conversation.is_busy = True  # before the first await: the next call may already be here
-        tasks = [asyncio.ensure_future(self._sample_one(conversation, request)) for conversation in conversations]
+        tasks = [asyncio.ensure_future(conversation.sample(request)) for conversation in conversations]
         self._sampling.update(tasks)
         try:
-            pending_replies = await asyncio.gather(*tasks)
+            replies = list(zip(conversations, await asyncio.gather(*tasks), strict=True))
             if self.score.done():
                 raise _session_closed()
-            self._replies += [
-                (conversation, completion)
-                for conversation, (_, completion) in zip(conversations, pending_replies, strict=True)
-            ]
-            return [
-                conversation.commit(pending)
-                for conversation, (pending, _) in zip(conversations, pending_replies, strict=True)
-            ]
+            self._replies += [(conversation, pending.completion) for conversation, pending in replies]
+            return [conversation.commit(pending) for conversation, pending in replies]
         except asyncio.CancelledError:
             if self.score.done():
                 raise _session_closed() from None
@@ -125,12 +119,6 @@ class Session:
             self._update_last_completion()
             for conversation in conversations:
                 conversation.is_busy = False
-
-    async def _sample_one(
-        self, conversation: Conversation, request: AgentRequest
-    ) -> tuple[PendingReply, Completion | None]:
-        pending = await conversation.sample(request)
-        return pending, self.model.last_completion  # its own: nothing was awaited since it was sampled
 
     def _update_last_completion(self) -> None:
         """Cancelled and discarded replies do not count as the last completion."""
@@ -172,43 +160,27 @@ def _session_closed() -> SessionClosed:
 
 
 class Sessions:
-    """All sessions of one environment process, by their keys."""
+    """All sessions of one environment process."""
 
     def __init__(self) -> None:
-        self._by_key: dict[str, Session] = {}
-        self._by_score_key: dict[str, Session] = {}
-        self._by_client: dict[str, Session] = {}
+        self.by_key: dict[str, Session] = {}
+        self.by_score_key: dict[str, Session] = {}
+        self.by_client: dict[str, Session] = {}  # for calls with a client id, whatever their URL
         self._offered: dict[str, Session] = {}  # in order
         self._offers_changed = asyncio.Event()
-
-    def __iter__(self) -> Iterator[Session]:
-        return iter(list(self._by_key.values()))
-
-    def get(self, key: str) -> Session | None:
-        return self._by_key.get(key)
-
-    def by_score_key(self, score_key: str) -> Session | None:
-        return self._by_score_key.get(score_key)
 
     @contextmanager
     def open(self, model: Model, item: Item) -> Iterator[Session]:
         """A session for the duration of the rollout; later calls get an error."""
         session = Session(model, item)
-        self._by_key[session.key] = self._by_score_key[session.score_key] = session
+        self.by_key[session.key] = self.by_score_key[session.score_key] = session
         try:
             yield session
         finally:
             session.fail(SessionAbandoned("the rollout has ended"))
-            del self._by_key[session.key], self._by_score_key[session.score_key]
+            del self.by_key[session.key], self.by_score_key[session.score_key]
             self._offered.pop(session.key, None)
-            self._by_client = {name: one for name, one in self._by_client.items() if one is not session}
-
-    def add_client(self, client_id: str, session: Session) -> None:
-        """Assign calls with this client id to the session, whatever their URL."""
-        self._by_client[client_id] = session
-
-    def for_client(self, client_id: str) -> Session | None:
-        return self._by_client.get(client_id)
+            self.by_client = {name: one for name, one in self.by_client.items() if one is not session}
 
     def offer(self, session: Session) -> None:
         """Offer the session to the next external agent."""

@@ -63,10 +63,10 @@ class Verifiers(Environment):
         await self._open.aclose()
 
     def train_items(self) -> Sequence[Item]:
-        return self._items("train")
+        return _items("train", self._tasks["train"])
 
     def eval_items(self) -> Sequence[Item]:
-        return self._items("held_out")
+        return _items("held_out", self._tasks["held_out"])
 
     async def rollout(self, item: Item, model: Model) -> Score:
         task = self._tasks[item.metadata["split"]][item.metadata["place"]]
@@ -74,7 +74,7 @@ class Verifiers(Environment):
             episode = await self._env.run_episode(
                 task,
                 self._context,
-                on_trace=lambda trace: self._sessions.add_client(trace.id, session),
+                on_trace=lambda trace: self._sessions.by_client.update({trace.id: session}),
                 on_discard=lambda trace: session.discard([trace.id]),  # it is started again: this attempt is not scored
             )
             if session.score.done():
@@ -86,34 +86,36 @@ class Verifiers(Environment):
         block = {**self.config.args, "taskset": {"id": self._id, **self.config.args.get("taskset", {})}}
         held_out = block.pop("eval_taskset", None)
         try:
-            loaders = _loaders()
-            roles = loaders.env_config_type(self._id, block.get("id", "")).model_fields
+            self._loaders = importlib.import_module("verifiers.v1.utils.loaders")
+            roles = self._loaders.env_config_type(self._id, block.get("id", "")).model_fields
             # Limit an episode to less than the time limit of its group.
             limits = {"episode": 0.9 * self.config.worker_timeout, **block.get("timeout", {})}
             block = _on_this_machine(block, roles, self._library) | {"timeout": limits}
             other = block | {"taskset": {**block["taskset"], **(held_out or {})}}
-            return loaders.resolve_env_config(block), held_out and loaders.resolve_env_config(other).taskset
+            resolve = self._loaders.resolve_env_config
+            return resolve(block), held_out and resolve(other).taskset
         except (ImportError, AttributeError, TypeError, ValueError) as error:  # a ValidationError is a ValueError
             raise ConfigError(
                 f"verifiers cannot load '{self._id}': {error}", fix="install its package here, and check --env.args"
             ) from error
 
     def _load(self) -> Any:
-        loaders = _loaders()
         try:
-            env = loaders.load_environment(self._settings)
+            env = self._loaders.load_environment(self._settings)
             tasks = _tasks(env.taskset)
-            train, held_out = (tasks, _tasks(loaders.load_taskset(self._held_out))) if self._held_out else _split(tasks)
+            if self._held_out:
+                train, held_out = tasks, _tasks(self._loaders.load_taskset(self._held_out))
+            else:
+                train, held_out = _split(tasks)
         except Exception as error:  # third-party code, which may read files, download and need keys
+            *_, last = traceback.extract_tb(error.__traceback__)
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())} ({last.filename}:{last.lineno})"
             raise ConfigError(
-                f"'{self._id}' cannot load its tasks: {_describe(error)}",
+                f"'{self._id}' cannot load its tasks: {problem}",
                 fix="see to what it needs: its data, its keys, its settings in --env.args",
             ) from error
         self._tasks = {"train": train, "held_out": held_out}
         return env
-
-    def _items(self, split: str) -> list[Item]:
-        return [_item(task, split, place) for place, task in enumerate(self._tasks[split])]
 
 
 def _library() -> Any:
@@ -128,10 +130,6 @@ def _library() -> Any:
             fix="pip install 'verifiers>=0.4' and the package of the environment, beside treadle",
         )
     return importlib.import_module("verifiers.v1")
-
-
-def _loaders() -> Any:
-    return importlib.import_module("verifiers.v1.utils.loaders")
 
 
 def _on_this_machine(block: Json, roles: Mapping[str, Any], library: Any) -> Json:
@@ -156,18 +154,14 @@ def _split(tasks: list[Any]) -> tuple[list[Any], list[Any]]:
     )
 
 
-def _item(task: Any, split: str, place: int) -> Item:
-    data = task.data
-    before: tuple[Message, ...] = ({"role": "system", "content": data.system_prompt},) if data.system_prompt else ()
-    messages = (*before, {"role": "user", "content": data.prompt_text})  # for display; the program builds its own
-    metadata = {"split": split, "place": place, "name": data.name or ""}
-    return Item(messages=messages, answer=str(getattr(data, "answer", "")), metadata=metadata)
-
-
-def _describe(error: Exception) -> str:
-    """An error of third-party code on one line, with its location."""
-    *_, last = traceback.extract_tb(error.__traceback__)
-    return f"{type(error).__name__}: {' '.join(str(error).split())} ({last.filename}:{last.lineno})"
+def _items(split: str, tasks: Sequence[Any]) -> list[Item]:
+    items = []
+    for place, data in enumerate(task.data for task in tasks):
+        before: tuple[Message, ...] = ({"role": "system", "content": data.system_prompt},) if data.system_prompt else ()
+        messages = (*before, {"role": "user", "content": data.prompt_text})  # for display; the program builds its own
+        metadata = {"split": split, "place": place, "name": data.name or ""}
+        items.append(Item(messages=messages, answer=str(getattr(data, "answer", "")), metadata=metadata))
+    return items
 
 
 def _score(episode: Any, session: Session, right: float) -> Score:

@@ -65,13 +65,14 @@ class Reward(msgspec.Struct, dict=True, forbid_unknown_fields=True, kw_only=True
     """Base class of all rewards. Override `score`, or `score_group` to compare the completions of a group."""
 
     needs: ClassVar[tuple[str, ...]] = ()  # an extra, and the optional packages of it that are needed
+    may_abstain: ClassVar[bool] = False  # whether None is a valid result ("not applicable")
 
     weight: float = 1.0
     name: str = ""  # what its part of the score is called; by default the name it is registered under
 
     def __post_init__(self) -> None:
         if not self.name:
-            msgspec.structs.force_setattr(self, "name", self._default_name())
+            msgspec.structs.force_setattr(self, "name", registered_name(type(self).__name__))
         if not math.isfinite(self.weight):
             raise ConfigError(f"reward '{self.name}' has the weight {self.weight}", fix="give it a finite weight")
         self.check()
@@ -103,11 +104,6 @@ class Reward(msgspec.Struct, dict=True, forbid_unknown_fields=True, kw_only=True
     def looks_at_groups(self) -> bool:
         return type(self).score_group is not Reward.score_group
 
-    @property
-    def may_abstain(self) -> bool:
-        """Whether None is a valid result ("not applicable")."""
-        return False
-
     def judged(self, value: Any) -> Judged | None:
         """Validate a value returned by `score` or `score_group`; None: not applicable."""
         return None if value is None and self.may_abstain else judged(value)
@@ -130,9 +126,6 @@ class Reward(msgspec.Struct, dict=True, forbid_unknown_fields=True, kw_only=True
     def from_settings(cls, settings: Mapping[str, Any]) -> Self:
         return msgspec.convert(dict(settings), cls)
 
-    def _default_name(self) -> str:
-        return registered_name(type(self).__name__)
-
 
 class FunctionReward(Reward):
     """A function as a reward; it can still be called. Its keyword arguments are its settings."""
@@ -140,6 +133,11 @@ class FunctionReward(Reward):
     function: Callable[..., Any]
     params: dict[str, Any] = {}
     per_group: bool = False  # the function takes the whole group and returns a score for each
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            msgspec.structs.force_setattr(self, "name", self.function.__name__)
+        super().__post_init__()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -186,9 +184,6 @@ class FunctionReward(Reward):
             params={**self.params, **own},
         )
 
-    def _default_name(self) -> str:
-        return self.function.__name__
-
 
 def registered_name(class_name: str) -> str:
     """`registered_name("ThinkFormatReward") == "think_format"`."""
@@ -225,18 +220,22 @@ def judged(value: Any) -> Judged:
     return Judged(float(score), correct=None if correct is None else bool(correct))
 
 
-def is_batch_function(function: Callable[..., Any]) -> bool:
-    return not set(inspect.signature(function).parameters).isdisjoint(CALLED_WITH)
+def required_arguments(function: Callable[..., Any]) -> list[str]:
+    """The names of its parameters without a default, except *args and **kwargs."""
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return [one.name for one in parameters if one.default is one.empty and one.kind not in variable]
 
 
 class BatchFunctionReward(FunctionReward):
     """A function that takes lists; it may be a coroutine function, and None in its result means "not applicable"."""
 
+    may_abstain: ClassVar = True
     per_group: bool = True
 
     def check(self) -> None:
         parameters = inspect.signature(self.function).parameters
-        foreign = [name for name in self._required if name in _OF_TRL_ALONE]
+        foreign = [name for name in required_arguments(self.function) if name in _OF_TRL_ALONE]
         if foreign:
             raise ConfigError(
                 f"reward '{self.name}' takes '{foreign[0]}', an object of TRL's trainer, which is not here",
@@ -247,20 +246,12 @@ class BatchFunctionReward(FunctionReward):
             known = ", ".join(name for name, one in parameters.items() if one.default is not one.empty) or "none"
             raise ConfigError(f"reward '{self.name}' has no argument '{unknown[0]}'", fix=f"its settings are: {known}")
 
-    @property
-    def may_abstain(self) -> bool:
-        return True
-
-    @property
-    def looks_at_groups(self) -> bool:
-        return True
-
     def score(self, completion: RewardInput) -> float:
         return self.score_group([completion])[0]
 
     def score_group(self, group: Sequence[RewardInput]) -> Sequence[float]:
         columns = {**columns_of(group), **self.params}
-        missing = [name for name in self._required if name not in columns]
+        missing = [name for name in required_arguments(self.function) if name not in columns]
         if missing:
             raise ValueError(f"it takes '{missing[0]}', and the data row has no such column: {', '.join(columns)}")
         if not self._takes_any:
@@ -272,12 +263,6 @@ class BatchFunctionReward(FunctionReward):
         if not isinstance(scores, Sequence) or isinstance(scores, str):
             raise TypeError(f"it returned {scores!r:.80}, not a list with a score for each completion")
         return scores
-
-    @property
-    def _required(self) -> list[str]:
-        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        parameters = inspect.signature(self.function).parameters.values()
-        return [one.name for one in parameters if one.default is one.empty and one.kind not in variable]
 
     @property
     def _takes_any(self) -> bool:

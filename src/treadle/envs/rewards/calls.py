@@ -55,16 +55,18 @@ def call_reward(reward: Reward, inputs: Sequence[RewardInput]) -> CallResult:
         if len(scores) != len(inputs):
             raise ValueError(f"the reward returned {len(scores)} scores for {len(inputs)} completions")
     except MemoryError:
-        return CallResult(outcome="out_of_memory", detail="went past its memory limit", seconds=_since(started))
+        seconds = time.perf_counter() - started
+        return CallResult(outcome="out_of_memory", detail="went past its memory limit", seconds=seconds)
     except KeyboardInterrupt:  # the user's, not the reward's
         raise
     except BaseException as error:  # also SystemExit: it must not end the process
-        return CallResult(outcome="raised", detail=describe(error), seconds=_since(started))
+        seconds = time.perf_counter() - started
+        return CallResult(outcome="raised", detail=describe(error), seconds=seconds)
     verdicts = [None if score is None else score.correct for score in scores]
     return CallResult(
         scores=[None if score is None else float(score) for score in scores],
         correct=[] if set(verdicts) <= {None} else verdicts,
-        seconds=_since(started),
+        seconds=time.perf_counter() - started,
     )
 
 
@@ -85,17 +87,10 @@ def per_completion(
 
     A score is None when the call failed, and when the reward is not applicable to that completion.
     """
-    if reward.looks_at_groups:
-        indices = [(call, index) for call in calls for index in range(num_inputs)]
-    else:
-        indices = [(call, 0) for call in calls]
-    return [(call, _score_at(call, index)) for call, index in indices]
-
-
-def _score_at(call: CallResult, index: int) -> Judged | None:
-    score = call.scores[index] if call.outcome == "scored" else None
-    return None if score is None else Judged(score, correct=call.correct[index] if call.correct else None)
-
-
-def _since(started: float) -> float:
-    return time.perf_counter() - started
+    found: list[tuple[CallResult, Judged | None]] = []
+    for call in calls:
+        for index in range(num_inputs if reward.looks_at_groups else 1):
+            score = call.scores[index] if call.outcome == "scored" else None
+            correct = call.correct[index] if call.correct else None
+            found.append((call, None if score is None else Judged(score, correct=correct)))
+    return found

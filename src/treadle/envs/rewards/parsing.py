@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NoReturn
 
 _BOX = "\\boxed{"
 MAX_LETTERS = 60  # longer texts are not plain numbers
@@ -59,6 +60,11 @@ def tagged(text: str, tag: str) -> str | None:
     _, opening, rest = text.partition(f"<{tag}>")
     content, closing, _ = rest.partition(f"</{tag}>")
     return content if opening and closing else None
+
+
+def refuse_constant(constant: str) -> NoReturn:
+    """`parse_constant` for a JSON decoder that does not accept NaN and Infinity, which are not JSON."""
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _closing_brace(text: str, begin: int, end: int) -> int | None:

@@ -13,7 +13,14 @@ from typing import Any, TypeVar, overload
 import msgspec
 
 from treadle.envs.rewards.addresses import is_session_code, load_address
-from treadle.envs.rewards.base import BatchFunctionReward, FunctionReward, Reward, is_batch_function, registered_name
+from treadle.envs.rewards.base import (
+    CALLED_WITH,
+    BatchFunctionReward,
+    FunctionReward,
+    Reward,
+    registered_name,
+    required_arguments,
+)
 from treadle.errors import ConfigError
 
 R = TypeVar("R", bound=type[Reward])
@@ -49,32 +56,16 @@ def _build(entry: type[Reward] | FunctionReward, settings: Mapping[str, Any], na
         raise ConfigError(f"reward '{name}': {error}", fix=f"its settings are: {known}") from None
 
 
-def _refusal(what: object) -> ConfigError:
-    """The error for a value that is neither a reward nor a list: most likely a class."""
-    name = getattr(what, "__name__", repr(what))
-    if inspect.isclass(what):
-        return ConfigError(f"{name} is a class, not a reward", fix=f"make one of it: {name}()")
-    return ConfigError(f"{name} is not a reward", fix="give a name, a function, or a list of these")
-
-
 def _from_function(
     function: Callable[..., Any], *, name: str = "", weight: float = 1.0, per_group: bool = False
 ) -> FunctionReward:
     """A function of lists if its parameter names say so, else of one completion (`per_group`: of a group)."""
-    if not per_group and is_batch_function(function):
+    parameters, required = inspect.signature(function).parameters, required_arguments(function)
+    if not per_group and not set(parameters).isdisjoint(CALLED_WITH):
         return BatchFunctionReward(function=function, name=name, weight=weight)
-    taken = _with_one_argument(function, per_group=per_group)
-    return FunctionReward(function=taken, name=name, weight=weight, per_group=per_group)
-
-
-def _with_one_argument(function: Callable[..., Any], *, per_group: bool = False) -> Callable[..., Any]:
-    """The function, if it can be called with one argument; else ConfigError."""
-    parameters = inspect.signature(function).parameters.values()
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = [one.name for one in parameters if one.default is one.empty and one.kind not in variable]
-    takes_any = any(one.kind is inspect.Parameter.VAR_POSITIONAL for one in parameters)
+    takes_any = any(one.kind is inspect.Parameter.VAR_POSITIONAL for one in parameters.values())
     if len(required) == 1 or (takes_any and not required):
-        return function
+        return FunctionReward(function=function, name=name, weight=weight, per_group=per_group)
     argument = "group: list[RewardInput]" if per_group else "completion: RewardInput"
     raise ConfigError(
         f"reward '{function.__name__}' has the arguments ({', '.join(required)}), but a reward takes one argument, "
@@ -134,8 +125,11 @@ class Registry:
             return self._from_mapping(what, settings)
         if inspect.isfunction(what):
             return _build(_from_function(what), settings, what.__name__)
+        if inspect.isclass(what):
+            raise ConfigError(f"{what.__name__} is a class, not a reward", fix=f"make one of it: {what.__name__}()")
         if not isinstance(what, Sequence):
-            raise _refusal(what)
+            name = getattr(what, "__name__", repr(what))
+            raise ConfigError(f"{name} is not a reward", fix="give a name, a function, or a list of these")
         return _build(
             self._entry("combined"), {"rewards": [self.create(part) for part in what], **settings}, "combined"
         )

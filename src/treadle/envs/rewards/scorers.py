@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 import msgspec
 
@@ -309,16 +309,6 @@ def _fail(calls: Sequence[Call], error: Exception) -> None:
         call.batch.fail(error)
 
 
-class Scorer(Protocol):
-    """Interface for environments: open it with `async with`, then call `score` from any number of tasks."""
-
-    async def __aenter__(self) -> Self: ...
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-    async def score(self, reward: Reward, inputs: Sequence[RewardInput]) -> list[RewardResult]: ...
-
-
 def make_scorer(isolation: Isolation = "process", **limits: Any) -> Scorer:
     """`make_scorer("process", num_workers=4, time_limit_s=5)`, or `make_scorer("inline")`, which has no limits."""
     return RewardPool(**limits) if isolation == "process" else InlineScorer()
@@ -333,9 +323,7 @@ class InlineScorer:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         return None
 
     async def score(self, reward: Reward, inputs: Sequence[RewardInput]) -> list[RewardResult]:
@@ -353,3 +341,6 @@ class InlineScorer:
                     turn_ends = time.monotonic() + TURN_S
             calls[leaf.name] = per_completion(leaf, column, len(inputs))
         return assemble(reward, calls)
+
+
+Scorer = RewardPool | InlineScorer

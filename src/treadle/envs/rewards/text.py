@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from treadle.envs.rewards.base import Judged, Reward, RewardInput
-from treadle.envs.rewards.parsing import answer_text, compare_numbers, last_box, read_number, tagged
+from treadle.envs.rewards.parsing import answer_text, compare_numbers, last_box, read_number, refuse_constant, tagged
 from treadle.errors import ConfigError, require
 
 _FENCE = re.compile(r"\s*```(?:json)?\s*\n(.*)\n\s*```\s*", re.DOTALL | re.IGNORECASE)
@@ -98,7 +98,9 @@ class JsonSchemaReward(Reward):
 
     def score(self, completion: RewardInput) -> float:
         try:
-            value = json.loads(_unfenced(answer_text(completion.text)), parse_constant=_refuse_constant)
+            said = answer_text(completion.text)
+            fenced = _FENCE.fullmatch(said)
+            value = json.loads(fenced.group(1) if fenced else said, parse_constant=refuse_constant)
         except (ValueError, RecursionError):
             return 0.0
         validator = self._validator if self.schema else _make_validator(completion.metadata["schema"], self.name)
@@ -117,15 +119,6 @@ def _make_validator(schema: Any, name: str) -> Any:
         return jsonschema_rs.validator_for(schema)
     except ValueError as error:
         raise ConfigError(f"reward '{name}': this is no JSON schema: {error}", fix="correct the schema") from None
-
-
-def _unfenced(text: str) -> str:
-    fenced = _FENCE.fullmatch(text)
-    return fenced.group(1) if fenced else text
-
-
-def _refuse_constant(constant: str) -> Any:
-    raise ValueError(f"{constant} is not JSON")
 
 
 class LengthReward(Reward):
@@ -279,9 +272,7 @@ def is_equal(gold: str, predicted: str) -> bool:
     return _verify(f"\\boxed{{{predicted}}}", gold)
 
 
-@functools.lru_cache(maxsize=4096)
-def _gold_number(gold: str) -> Any:
-    return read_number(gold)
+_gold_number = functools.lru_cache(maxsize=4096)(read_number)
 
 
 def _verify(predicted: str, gold: str) -> bool:
@@ -328,6 +319,4 @@ class _Library:
         ]
 
 
-@functools.cache
-def _library() -> _Library:
-    return _Library()
+_library = functools.cache(_Library)

@@ -15,7 +15,6 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from treadle.config.load import replace_text
 from treadle.envs.base import stable_seed
@@ -40,7 +39,12 @@ class ItemCursor:
         self._retries: list[int] = []  # the smallest last
         self._is_saved = False
         if path.is_file():
-            self._read()
+            try:
+                values = json.loads(path.read_text())
+                self._next, self._started = int(values["next"]), {int(index) for index in values["begun"]}
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"{path} cannot be read: {error}", fix="delete it to begin with item 0") from None
+            self._retries = sorted(self._started, reverse=True)
 
     @property
     def num_done(self) -> int:
@@ -69,36 +73,12 @@ class ItemCursor:
         self._next, self._started, self._retries = 0, set(), []
         self._is_saved = False
 
-    def _read(self) -> None:
-        try:
-            values = json.loads(self._path.read_text())
-            self._next, self._started = int(values["next"]), {int(index) for index in values["begun"]}
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{self._path} cannot be read: {error}", fix="delete it to begin with item 0") from None
-        self._retries = sorted(self._started, reverse=True)
-
     async def save(self) -> None:
         """Items finished since the last save are sampled again after a kill, and the hub refuses the repetition."""
         if not self._is_saved:
             text = json.dumps({"next": self._next, "begun": sorted(self._started)})
             self._is_saved = True
             await asyncio.to_thread(replace_text, self._path, text)
-
-
-class ItemSelection(Protocol):
-    def item_index(self, turn: int) -> int:
-        """The item of this turn, as an index for Environment.train_item."""
-        ...
-
-    def learn(self, item_index: int, rollouts: Sequence[Rollout]) -> None: ...
-
-
-class SequentialSelection:
-    def item_index(self, turn: int) -> int:
-        return turn
-
-    def learn(self, item_index: int, rollouts: Sequence[Rollout]) -> None:
-        return None
 
 
 class DifficultySelection:
@@ -118,8 +98,10 @@ class DifficultySelection:
                 raise ConfigError(problem, fix="delete it to learn the difficulty of the items again") from None
 
     def item_index(self, turn: int) -> int:
+        """The item of this turn, as an index for Environment.train_item."""
         drawn = [stable_seed("candidate", self._seed, turn, n) % self._num_items for n in range(NUM_CANDIDATES)]
-        return max(drawn, key=self._expected_variance)  # the first of equals
+        variances = [share * (1 - share) for share in (self._shares.get(index, 0.5) for index in drawn)]
+        return drawn[variances.index(max(variances))]  # the first of equals
 
     def learn(self, item_index: int, rollouts: Sequence[Rollout]) -> None:
         scored = [rollout.score for rollout in rollouts if rollout.score.reward is not None]
@@ -132,7 +114,3 @@ class DifficultySelection:
         if self._unsaved >= ROUNDS_TO_SAVE:
             self._unsaved = 0
             replace_text(self._path, json.dumps(self._shares))
-
-    def _expected_variance(self, item_index: int) -> float:
-        share = self._shares.get(item_index, 0.5)
-        return share * (1 - share)

@@ -116,6 +116,7 @@ class EnvMonitor:
         self.waits = waits or Waits()
         self.num_undelivered = 0
         self.pace = ""  # set by the stream
+        self.num_retries = 0
         self.env_id: int | None = None
         self.tracking = Tracking(None, 0)  # replaced after registration, when the trainer's trackers are known
         self._evaluation: WorkReport | None = None
@@ -125,7 +126,6 @@ class EnvMonitor:
         self._recent: deque[GroupOutcome] = deque(maxlen=RECENT_GROUPS)
         self._num_rollouts = 0
         self._unscored: Counter[str] = Counter()
-        self._asked_again = 0
         self._num_in_flight = 0
 
     @contextmanager
@@ -164,9 +164,6 @@ class EnvMonitor:
         finally:
             self._evaluation = None
 
-    def count_retry(self) -> None:
-        self._asked_again += 1
-
     @property
     def kept_share(self) -> float:
         """Estimated share of groups that are sent and not dropped, from the last RECENT_GROUPS."""
@@ -188,7 +185,7 @@ class EnvMonitor:
             recent=recent,
             rollouts=self._num_rollouts,
             unscored_rollouts=unscored,
-            asked_again=self._asked_again,
+            asked_again=self.num_retries,
             in_flight=self._num_in_flight,
             undelivered=self.num_undelivered,
             env_id=self.env_id,

@@ -40,7 +40,7 @@ from treadle.envs.serving.assignment import (
 )
 from treadle.envs.serving.delivery import Delivery, Spool
 from treadle.envs.serving.eval_schedule import STATUS_POLL_S, evaluate, evaluate_during_training, evaluate_if_due
-from treadle.envs.serving.item_selection import DifficultySelection, ItemCursor, ItemSelection, SequentialSelection
+from treadle.envs.serving.item_selection import DifficultySelection, ItemCursor
 from treadle.envs.serving.report import EnvMonitor, open_tracking
 from treadle.envs.serving.stream import StreamRunner, item_of_key
 from treadle.envs.serving.waves import WaveRunner
@@ -173,17 +173,16 @@ def _lock_folder(folder: Path) -> Iterator[None]:
         yield
 
 
-def _selection(environment: Environment, path: Path) -> ItemSelection:
+def _selection(environment: Environment, path: Path) -> DifficultySelection | None:
     config = environment.config
     if config.sampling == "even":
-        return SequentialSelection()
-    num_items = environment.num_train_items
-    if num_items is None:
+        return None
+    if type(environment).train_items is Environment.train_items:
         raise ConfigError(
             f"the environment '{config.own_name}' does not list its items, so none can be preferred",
             fix="--env.sampling even",
         )
-    return DifficultySelection(num_items, config.seed, path)
+    return DifficultySelection(len(environment.listed_items()), config.seed, path)
 
 
 def _reset_for_new_run(folder: Path, assignment: RunAssignment, cursor: ItemCursor, spool: Spool) -> None:

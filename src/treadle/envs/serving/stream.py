@@ -23,11 +23,10 @@ from treadle.envs.hub_client import CurrentWait, HubClient, next_step
 from treadle.envs.rollout import EnvContext, Rollout, apply_group_rules, build_group, drop_reason, roll_group
 from treadle.envs.serving.assignment import FlightLimit, RunAssignment, check_can_fill_batches, describe_pace, room
 from treadle.envs.serving.delivery import Delivery
-from treadle.envs.serving.item_selection import ItemCursor, ItemSelection
+from treadle.envs.serving.item_selection import DifficultySelection, ItemCursor
 from treadle.envs.serving.report import TOO_FEW_TO_JUDGE, EnvMonitor, diagnose
 from treadle.errors import ConfigError, EngineError, ProcessDied, TreadleError, UserError
 from treadle.log import get_logger
-from treadle.watch.waits import WaitSpec
 from treadle.wire.groups import ScoredGroup
 from treadle.wire.hub import EnvStanding
 
@@ -57,7 +56,7 @@ class StreamRunner:
     context: EnvContext
     assignment: RunAssignment
     cursor: ItemCursor
-    selection: ItemSelection
+    selection: DifficultySelection | None  # None: the items in order
     delivery: Delivery
     limit: FlightLimit
     save_group: Callable[[ScoredGroup], None]
@@ -108,9 +107,16 @@ class StreamRunner:
             limit=self.limit,
             kept_share=self.monitor.kept_share,
         )
-        self._start_items(available.num_groups)
+        for _ in range(available.num_groups):
+            index = self.cursor.take()
+            self.in_flight[index] = asyncio.create_task(self._process_item(index))
         self._report_pace(available.limited_by)
-        current_wait.set(self._idle_wait(standing, hub))
+        if self.in_flight:
+            current_wait.set(None)
+        elif not standing.batch_size:
+            current_wait.set(hub.trainer_wanted)
+        else:
+            current_wait.set(next_step(standing.step, self.context.config.patience_s))
         return False
 
     def _follow_trainer(self, standing: EnvStanding) -> None:
@@ -122,25 +128,12 @@ class StreamRunner:
         if not self.context.environment.has_turns:
             check_can_fill_batches(self.assignment)
 
-    def _start_items(self, count: int) -> None:
-        for _ in range(count):
-            index = self.cursor.take()
-            self.in_flight[index] = asyncio.create_task(self._process_item(index))
-
     def _report_pace(self, limited_by: str) -> None:
         """Update the report; log when the limiting factor has changed, at most every PACE_LOG_S."""
         self.monitor.pace = describe_pace(self.limit, len(self.in_flight), limited_by)
         if limited_by != self._logged_limit and time.monotonic() >= self._pace_logged_at + PACE_LOG_S:
             self._logged_limit, self._pace_logged_at = limited_by, time.monotonic()
             log.info("pace", state=self.monitor.pace)
-
-    def _idle_wait(self, standing: EnvStanding, hub: HubClient) -> WaitSpec | None:
-        """What must happen before the next item is started; None while items are in flight."""
-        if self.in_flight:
-            return None
-        if not standing.batch_size:
-            return hub.trainer_wanted
-        return next_step(standing.step, self.context.config.patience_s)
 
     async def _wait_for_a_change(self) -> None:
         """Wait until an item ends, the delivery fails, or POLL_S have passed."""
@@ -177,11 +170,12 @@ class StreamRunner:
             seed=stable_seed(config.seed, "item", index, self._tries[index]),
             longest_sequence=self.assignment.longest_sequence,
         )
-        item_index = self.selection.item_index(index)
+        item_index = index if self.selection is None else self.selection.item_index(index)
         started = time.monotonic()
         rollouts = await roll_group(self.context, self._item(item_index), sampling, num_rollouts=config.group_size)
         self.context.judge.require_scores([rollout.score for rollout in rollouts])
-        self.selection.learn(item_index, rollouts)
+        if self.selection is not None:
+            self.selection.learn(item_index, rollouts)
         rollouts = apply_group_rules(self.context.environment, rollouts)
         reason = drop_reason(rollouts, drop_equal_scores=config.ensure_scores_are_not_same)
         if reason is not None:
@@ -249,7 +243,7 @@ class StreamRunner:
             raise error
         if self._tries[index] < MAX_TRIES:
             log.warning("group_failed", item=index, again=True, problem=str(error))
-            self.monitor.count_retry()
+            self.monitor.num_retries += 1
             self.cursor.give_back(index)
         else:
             log.error("item_left_out", item=index, tries=self._tries[index], problem=str(error))

@@ -82,92 +82,89 @@ class WaveSchedule:
         return replace(self, step=wave.step, next_item=wave.first_item + wave.num_prompts, num_started=0)
 
 
+@dataclass
 class WaveRunner:
     """Delivers one wave after the other until the trainer has taken its last step."""
 
-    def __init__(
-        self,
-        context: EnvContext,
-        hub: HubClient,
-        assignment: RunAssignment,
-        monitor: EnvMonitor,
-        save_group: Callable[[ScoredGroup], None],
-    ) -> None:
-        self._context = context
-        self._hub = hub
-        self._assignment = assignment
-        self._monitor = monitor
-        self._save_group = save_group
-        self._last_evaluated_for = 0  # step of the wave
+    context: EnvContext
+    hub: HubClient
+    assignment: RunAssignment
+    monitor: EnvMonitor
+    save_group: Callable[[ScoredGroup], None]
 
     async def run(self) -> None:
-        check_batch_divisible(self._assignment)
+        check_batch_divisible(self.assignment)
         standing = await self._wait_until(lambda _: True)
         await self._follow_trainer(standing)
         schedule = WaveSchedule.at_start(
-            standing, groups_accepted=self._assignment.groups_accepted, group_size=self._assignment.group_size
+            standing, groups_accepted=self.assignment.groups_accepted, group_size=self.assignment.group_size
         )
+        last_evaluated_for = 0  # the step of a wave
         while True:
             await self._follow_trainer(standing)
-            if standing.step >= self._assignment.num_steps:
+            if standing.step >= self.assignment.num_steps:
                 break
             schedule = self._correct_schedule(schedule, standing)
             wave = schedule.next_wave()
-            if wave.step <= min(self._assignment.num_steps, standing.step + 1 + self._context.config.max_age):
-                await self._evaluate_before(wave)
+            if wave.step <= min(self.assignment.num_steps, standing.step + 1 + self.context.config.max_age):
+                # Evaluate the policy that the wave is sampled with: it cannot change before the wave is delivered.
+                step = wave.step - 1 - self.context.config.max_age
+                if wave.step > last_evaluated_for and (step > 0 or wave.step == 1):
+                    last_evaluated_for = wave.step
+                    await evaluate_if_due(self.context, self.hub, self.assignment, self.monitor, max(step, 0))
                 await self._deliver(wave)
                 schedule = schedule.after(wave)
             standing = await self._wait_for_next_wave(schedule)
-        await evaluate_if_due(self._context, self._hub, self._assignment, self._monitor, self._assignment.num_steps)
+        await evaluate_if_due(self.context, self.hub, self.assignment, self.monitor, self.assignment.num_steps)
 
     async def _wait_for_next_wave(self, schedule: WaveSchedule) -> EnvStanding:
         """Wait until the next wave may be sampled, the run ends, or the schedule or the trainer's settings change."""
-        num_steps = self._assignment.num_steps
-        needed = schedule.step - self._context.config.max_age if schedule.step < num_steps else num_steps
+        num_steps = self.assignment.num_steps
+        needed = schedule.step - self.context.config.max_age if schedule.step < num_steps else num_steps
         return await self._wait_until(
             lambda now: now.step >= needed or schedule.corrected(now) != schedule or self._has_changed(now)
         )
 
     async def _wait_until(self, is_time: Callable[[EnvStanding], bool]) -> EnvStanding:
         """Poll the hub until `is_time`; also waits for a trainer, because a hub that was reset knows none at first."""
-        with CurrentWait(self._monitor.waits) as current_wait:
+        with CurrentWait(self.monitor.waits) as current_wait:
             while True:
-                standing = await self._hub.standing(self._assignment.env_id)
+                standing = await self.hub.standing(self.assignment.env_id)
                 if standing.batch_size == 0:
-                    current_wait.set(self._hub.trainer_wanted)
+                    current_wait.set(self.hub.trainer_wanted)
                 elif is_time(standing):
                     return standing
                 else:
-                    current_wait.set(next_step(standing.step, self._context.config.patience_s))
+                    current_wait.set(next_step(standing.step, self.context.config.patience_s))
                 await asyncio.sleep(STATUS_POLL_S)
 
     def _num_steps(self, standing: EnvStanding) -> int:
-        total = self._context.config.total_steps
+        total = self.context.config.total_steps
         return standing.num_steps if total < 0 else min(standing.num_steps, total)
 
     def _has_changed(self, standing: EnvStanding) -> bool:
-        wanted = (self._assignment.batch_size, self._assignment.num_steps)
+        wanted = (self.assignment.batch_size, self.assignment.num_steps)
         return (standing.batch_size, self._num_steps(standing)) != wanted
 
     async def _follow_trainer(self, standing: EnvStanding) -> None:
         """Take over the batch size and number of steps of a restarted trainer."""
         if not self._has_changed(standing):
             return
-        before = self._assignment
-        self._assignment = replace(
+        before = self.assignment
+        self.assignment = replace(
             before,
             num_steps=self._num_steps(standing),
             batch_size=standing.batch_size,
-            longest_sequence=(await self._hub.info()).max_token_len,
+            longest_sequence=(await self.hub.info()).max_token_len,
         )
         log.warning(
             "trainer_changed",
-            batch_size=self._assignment.batch_size,
+            batch_size=self.assignment.batch_size,
             batch_size_before=before.batch_size,
-            steps=self._assignment.num_steps,
+            steps=self.assignment.num_steps,
             steps_before=before.num_steps,
         )
-        check_batch_divisible(self._assignment)
+        check_batch_divisible(self.assignment)
 
     def _correct_schedule(self, schedule: WaveSchedule, standing: EnvStanding) -> WaveSchedule:
         corrected = schedule.corrected(standing)
@@ -181,22 +178,15 @@ class WaveRunner:
             )
         return corrected
 
-    async def _evaluate_before(self, wave: PlannedWave) -> None:
-        """Evaluate the policy that the wave is sampled with: it cannot change before the wave is delivered."""
-        step = wave.step - 1 - self._context.config.max_age
-        if wave.step > self._last_evaluated_for and (step > 0 or wave.step == 1):
-            self._last_evaluated_for = wave.step
-            await evaluate_if_due(self._context, self._hub, self._assignment, self._monitor, max(step, 0))
-
     async def _deliver(self, wave: PlannedWave) -> None:
         started = time.monotonic()
-        with self._monitor.track_groups(
-            f"the wave of step {wave.step}", wave.num_prompts, self._context.config.worker_timeout
+        with self.monitor.track_groups(
+            f"the wave of step {wave.step}", wave.num_prompts, self.context.config.worker_timeout
         ):
-            groups = await roll_wave(self._context, wave, self._assignment, self._monitor)
+            groups = await roll_wave(self.context, wave, self.assignment, self.monitor)
         for group in groups:
-            self._save_group(group)
-        await self._hub.post_groups(groups, key=f"{self._context.name}-{self._context.config.seed}-wave-{wave.name}")
+            self.save_group(group)
+        await self.hub.post_groups(groups, key=f"{self.context.name}-{self.context.config.seed}-wave-{wave.name}")
         log.info(
             "wave_delivered",
             wave=wave.step,

@@ -113,8 +113,8 @@ def split(task: Task) -> Split:
     held_out: dict[Numbers, Numbers] = {}
     while len(held_out) < task.num_held_out:
         numbers = next(questions)
-        held_out.setdefault(_in_order(numbers), numbers)
-    train = (numbers for numbers in questions if _in_order(numbers) not in held_out)
+        held_out.setdefault(tuple(sorted(numbers)), numbers)
+    train = (numbers for numbers in questions if tuple(sorted(numbers)) not in held_out)
     return Split(tuple(held_out.values()), tuple(itertools.islice(train, task.num_train)))
 
 
@@ -147,14 +147,12 @@ class Arithmetic(Environment):
         return [self._task.item(numbers) for numbers in self._split.held_out]
 
     def score(self, item: Item, completion_text: str, completion: Completion) -> Score:
-        is_right = last_number(completion_text) == Decimal(item.answer)
-        return Score(reward=self._worth(completion) if is_right else 0.0, is_right=is_right)
-
-    def _worth(self, completion: Completion) -> float:
-        """The reward of a right answer."""
+        if last_number(completion_text) != Decimal(item.answer):
+            return Score(reward=0.0, is_right=False)
         if completion.finish_reason != "stop":
-            return CUT_OFF_REWARD
-        return 1 + self.config.brevity * (1 - len(completion.token_ids) / self.config.max_token_length)
+            return Score(reward=CUT_OFF_REWARD, is_right=True)
+        bonus = self.config.brevity * (1 - len(completion.token_ids) / self.config.max_token_length)
+        return Score(reward=1 + bonus, is_right=True)
 
 
 # A minus sign counts only if no digit precedes it: "-140" is negative, "60-140" has 140.
@@ -191,10 +189,6 @@ def _to_decimal(number: str) -> Decimal | None:
         return Decimal(number)
     except InvalidOperation:  # an exponent of twenty digits
         return None
-
-
-def _in_order(numbers: Numbers) -> Numbers:
-    return tuple(sorted(numbers))
 
 
 def _distinct_questions(task: Task) -> Iterator[Numbers]:

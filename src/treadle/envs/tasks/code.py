@@ -213,7 +213,13 @@ class Code(DataEnvironment):
         if self.config.data:
             super().prepare()
             return
-        items = [(self._to_item(task), is_held_out) for task, is_held_out in generated_tasks()]
+        items = [
+            (
+                Item.ask(task.question, answer=task.solution, system=self.system_prompt, tests=list(task.tests)),
+                is_held_out,
+            )
+            for task, is_held_out in generated_tasks()
+        ]
         self.data = Data(
             train=[item for item, is_held_out in items if not is_held_out],
             # Shuffled: the first ones are all from one template.
@@ -251,6 +257,3 @@ class Code(DataEnvironment):
 
     def is_right(self, result: RewardResult) -> bool:
         return result.parts.get(self._reward.name) == 1.0
-
-    def _to_item(self, task: CodeTask) -> Item:
-        return Item.ask(task.question, answer=task.solution, system=self.system_prompt, tests=list(task.tests))

@@ -56,15 +56,21 @@ class Jsonl(DataEnvironment):
         if prompt_field is None or needs_answer:
             missing = prompt_fields if prompt_field is None else answer_fields
             wanted = [*["prompt_field"] * (prompt_field is None), *["answer_field"] * needs_answer]
-            others = [name for name in row.fields if name not in (prompt_field, answer_field)]
-            raise RowError(row.lacks(*missing), fix=self._name_fields(dict(zip(wanted, others, strict=False))))
+            other_fields = [name for name in row.fields if name not in (prompt_field, answer_field)]
+            named = dict(zip(wanted, other_fields, strict=False))
+            args = json.dumps({**self.config.args, **named}, ensure_ascii=False)
+            fix = f"if these are the fields that you mean, pass --env.args '{args}'" if named else ""
+            raise RowError(row.lacks(*missing), fix=fix)
         prompt = row.fields[prompt_field]
         if isinstance(prompt, list):
             messages = _as_messages(prompt)
         else:
             messages = [{"role": "user", "content": row.text(*prompt_fields)}]
+        if self.system_prompt:  # it replaces those of the row
+            others = [message for message in messages if message["role"] != "system"]
+            messages = [{"role": "system", "content": self.system_prompt}, *others]
         return Item(
-            messages=tuple(_with_system_prompt(messages, self.system_prompt)),
+            messages=tuple(messages),
             answer="" if answer_field is None or self._args.answer_field == "" else row.text(*answer_fields),
             # A function that takes columns gets the answer under the column's own name.
             metadata=row.rest(prompt_field, "" if any(take_columns) else answer_field or ""),
@@ -75,11 +81,6 @@ class Jsonl(DataEnvironment):
     def _take_columns(self) -> list[bool]:
         """For each reward, whether it is a function that takes the row's columns as lists."""
         return [isinstance(leaf, BatchFunctionReward) for leaf in leaves(registry.create(self.rewards))]
-
-    def _name_fields(self, named: dict[str, str]) -> str:
-        """A hint with the flag that names the fields."""
-        args = json.dumps({**self.config.args, **named}, ensure_ascii=False)
-        return f"if these are the fields that you mean, pass --env.args '{args}'" if named else ""
 
     def own_system_prompt(self) -> str:
         return "Put your final answer into \\boxed{}." if expects_box(self.rewards) else ""
@@ -93,13 +94,3 @@ def _as_messages(given: list[Any]) -> list[Message]:
     if not given or given[-1]["role"] == "assistant":
         raise RowError("has messages that do not end with something to answer")
     return given
-
-
-def _with_system_prompt(messages: list[Message], system_prompt: str) -> list[Message]:
-    """Replace the system messages of the row by the configured prompt, if there is one."""
-    if not system_prompt:
-        return messages
-    return [
-        {"role": "system", "content": system_prompt},
-        *(message for message in messages if message["role"] != "system"),
-    ]

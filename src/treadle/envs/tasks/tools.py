@@ -236,10 +236,6 @@ class ToolsArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     invalid_call_penalty: float = 0.05  # for each invalid call, at most 0.5 in total
 
 
-class ToolError(ValueError):
-    """The error that the model gets instead of a result."""
-
-
 def _parameter(name: str, description: str) -> dict[str, Any]:
     return {"type": "object", "properties": {name: {"type": "string", "description": description}}, "required": [name]}
 
@@ -300,7 +296,9 @@ class Tools(Environment):
             num_calls += len(results)
             num_invalid += sum(not is_valid for _, is_valid in results)
             chat.add(*_as_messages([text for text, _ in results], as_tool_role=as_tool_role))
-        is_right = not calls and _answer_in(said) == Decimal(item.answer)
+        box = last_box(said)  # a sum or several numbers in a box are no answer
+        answer = last_number(said) if box is None else only_number(box)
+        is_right = not calls and answer == Decimal(item.answer)
         penalty = min(0.5, num_invalid * self._args.invalid_call_penalty)
         return Score(
             reward=float(is_right) - penalty,
@@ -356,32 +354,19 @@ def _result_of(call: ToolCall | BrokenCall, facts: Sequence[str]) -> tuple[str, 
     """The reply to the model, and whether its call was valid."""
     try:
         if isinstance(call, BrokenCall):
-            raise ToolError(call.problem)
-        return _call(call, facts), True
-    except ToolError as error:
+            raise ValueError(call.problem)
+        if call.name == "search":
+            return "\n".join(search(facts, _text(call, "query"))) or "nothing was found", True
+        if call.name == "calculator":
+            return str(calculate(_text(call, "expression"))), True
+        known = ", ".join(str(tool["name"]) for tool in TOOLS)
+        raise ValueError(f"there is no tool {call.name!r:.40}; there are: {known}")
+    except ValueError as error:
         return f"error: {error}", False
-
-
-def _call(call: ToolCall, facts: Sequence[str]) -> str:
-    if call.name == "search":
-        return "\n".join(search(facts, _text(call, "query"))) or "nothing was found"
-    if call.name == "calculator":
-        try:
-            return str(calculate(_text(call, "expression")))
-        except ValueError as error:
-            raise ToolError(str(error)) from None
-    known = ", ".join(str(tool["name"]) for tool in TOOLS)
-    raise ToolError(f"there is no tool {call.name!r:.40}; there are: {known}")
 
 
 def _text(call: ToolCall, name: str) -> str:
     value = call.arguments.get(name)
     if set(call.arguments) != {name} or not isinstance(value, str):
-        raise ToolError(f'{call.name} takes {{"{name}": "..."}}')
+        raise ValueError(f'{call.name} takes {{"{name}": "..."}}')
     return value
-
-
-def _answer_in(text: str) -> Decimal | None:
-    """The number in the last box; without a box, the last number. A sum or several numbers in a box are no answer."""
-    box = last_box(text)
-    return last_number(text) if box is None else only_number(box)
