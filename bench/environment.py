@@ -24,8 +24,7 @@ import psutil
 import uvloop
 
 from treadle.config.env import EnvConfig, ServerConfig
-from treadle.envs.base import Environment, Item
-from treadle.envs.catalogue import environment, load_environment
+from treadle.envs.base import Environment, Item, environment, load_environment
 from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.hub_client import HubClient

@@ -12,7 +12,7 @@ from typing import ClassVar
 from treadle.envs import environment
 from treadle.envs.rewards import RewardInput, reward
 from treadle.envs.rewards.parsing import read_number
-from treadle.envs.tasks.word_problems import Gsm8k
+from treadle.envs.tasks.datasets import Gsm8k
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 

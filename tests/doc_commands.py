@@ -29,8 +29,7 @@ from treadle import cli
 from treadle.config.atropos import NO_EFFECT
 from treadle.config.flags import FlagParser
 from treadle.config.keys import explicit_keys
-from treadle.envs.base import prepare_task
-from treadle.envs.catalogue import load_environment
+from treadle.envs.base import load_environment, prepare_task
 from treadle.errors import Problems
 from treadle.guides import GUIDES
 from treadle.launch.attachment import merge_addresses

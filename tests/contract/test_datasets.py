@@ -56,7 +56,7 @@ READ = (
     + """
 from treadle.config.env import EnvConfig
 from treadle.envs.base import prepare_task
-from treadle.envs.catalogue import load_environment
+from treadle.envs.base import load_environment
 from treadle.errors import TreadleError
 
 for settings in json.loads(sys.argv[3]):

@@ -17,8 +17,7 @@ from tests.e2e.foreign.parts import check_exact, check_turns, engine, next_batch
 from tests.e2e.foreign.tool_model import ANSWER, CALL, QUESTION, RESULT, write_tool_model
 from tests.hub_process import HubProcess
 from treadle.config.env import EnvConfig, ServerConfig
-from treadle.envs.base import Item
-from treadle.envs.catalogue import load_environment
+from treadle.envs.base import Item, load_environment
 from treadle.envs.chat import Model, RolloutSampling
 from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import EngineClient

@@ -19,7 +19,7 @@ from tests.written_run import write_run
 from treadle.config.env import EnvConfig
 from treadle.config.load import dotted_keys, save_run
 from treadle.envs import Environment, Item
-from treadle.envs.catalogue import load_environment
+from treadle.envs.base import load_environment
 from treadle.envs.rewards import LengthReward, registry
 from treadle.errors import ConfigError
 from treadle.launch.inputs import Inputs

@@ -29,6 +29,8 @@ from treadle.config.keys import (
 )
 from treadle.config.schema import RunConfig, has_vllm
 from treadle.envs.catalogue import load_environment
+from treadle.config.schema import EngineConfig, RunConfig, has_vllm
+from treadle.envs.base import load_environment
 from treadle.errors import ConfigError, ModelError, TreadleError
 from treadle.formatting import gigabytes
 from treadle.processor import fast_dtype

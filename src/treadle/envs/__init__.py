@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from treadle.config.env import EnvConfig, ServerConfig
-    from treadle.envs.base import Environment, Item, Message, Score
-    from treadle.envs.catalogue import environment
+    from treadle.envs.base import Environment, Item, Message, Score, environment
     from treadle.envs.chat import Chat, Model, Reply
     from treadle.envs.data import DataEnvironment
     from treadle.envs.rows import Row, RowError
@@ -27,8 +26,7 @@ Action = Literal["serve", "process", "evaluate", "validate"]
 
 # For authors of environments. Imported lazily: reward workers do not need them.
 _FOR_AUTHORS = {
-    **dict.fromkeys(("Environment", "Item", "Message", "Score"), "treadle.envs.base"),
-    "environment": "treadle.envs.catalogue",
+    **dict.fromkeys(("Environment", "Item", "Message", "Score", "environment"), "treadle.envs.base"),
     **dict.fromkeys(("Chat", "Model", "Reply"), "treadle.envs.chat"),
     "DataEnvironment": "treadle.envs.data",
     **dict.fromkeys(("Row", "RowError"), "treadle.envs.rows"),

@@ -23,8 +23,16 @@ import msgspec
 from treadle.config.env import EnvConfig
 from treadle.envs.base import Item, stable_seed
 from treadle.envs.chat import RolloutSampling
-from treadle.envs.concurrency import ROLLOUTS_AT_ONCE, ReportProgress, groups_at_once, in_order
-from treadle.envs.rollout import EnvContext, Rollout, roll_group, score_generation
+from treadle.envs.rollout import (
+    ROLLOUTS_AT_ONCE,
+    EnvContext,
+    ReportProgress,
+    Rollout,
+    groups_at_once,
+    in_order,
+    roll_group,
+    score_generation,
+)
 from treadle.envs.scoring import none_scored
 from treadle.errors import ConfigError
 from treadle.wire.generate import MIN_TEMPERATURE

@@ -26,11 +26,21 @@ from treadle.dash.export import export_page, group_answers, write_export
 from treadle.dash.rollouts import GroupView, RolloutView, TokenDecoder, num_prompt_tokens, view_rollouts
 from treadle.envs.base import Item, stable_seed
 from treadle.envs.chat import RolloutSampling
-from treadle.envs.concurrency import ReportProgress, groups_at_once, in_order, show_progress
 from treadle.envs.engine_pool import open_engine
 from treadle.envs.group_file import GroupFile, Verdict, WrittenGroup, as_written, read_group_file
 from treadle.envs.process import load_tokenizer, open_context, prepare_environment
-from treadle.envs.rollout import EnvContext, Rollout, apply_group_rules, build_group, drop_reason, roll_group
+from treadle.envs.rollout import (
+    EnvContext,
+    ReportProgress,
+    Rollout,
+    apply_group_rules,
+    build_group,
+    drop_reason,
+    groups_at_once,
+    in_order,
+    roll_group,
+    show_progress,
+)
 from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, TreadleError
 from treadle.store.browse import PREVIEW_CHARS, GroupSummary

@@ -13,15 +13,13 @@ from contextlib import asynccontextmanager
 import uvloop
 
 from treadle.config.env import EnvConfig, ServerConfig
-from treadle.envs.base import Environment, prepare_task
-from treadle.envs.catalogue import load_environment
+from treadle.envs.base import Environment, load_environment, prepare_task
 from treadle.envs.chat_format import ChatTokenizer, resolve_tokenizer_folder
-from treadle.envs.concurrency import show_progress
 from treadle.envs.engine_client import InferenceClient
 from treadle.envs.engine_pool import open_engine
 from treadle.envs.evaluation import eval_temperature, evaluate_policy, format_result, save_for_atropos, save_result
 from treadle.envs.hub_client import HubClient
-from treadle.envs.rollout import EnvContext
+from treadle.envs.rollout import EnvContext, show_progress
 from treadle.envs.scoring import Judge, reward_pool
 from treadle.envs.serving.report import EnvMonitor
 from treadle.envs.serving.runner import run

@@ -20,7 +20,7 @@ from treadle.envs.rewards import (
     Scorer,
     registry,
 )
-from treadle.envs.rewards.calls import describe
+from treadle.envs.rewards.addresses import describe
 from treadle.envs.rewards.combined import leaves
 from treadle.errors import ScoringError
 from treadle.log import get_logger

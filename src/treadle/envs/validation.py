@@ -15,11 +15,10 @@ from rich.console import Console
 
 from treadle.config.env import DataOptions, EnvConfig
 from treadle.envs.answer_checks import AnswerTester, TriedAnswer, check_answers, fix_for_error
-from treadle.envs.base import Environment, Item, stable_shuffle
-from treadle.envs.catalogue import load_environment
-from treadle.envs.concurrency import show_progress
+from treadle.envs.base import Environment, Item, load_environment, stable_shuffle
 from treadle.envs.data import DataEnvironment, question_of
-from treadle.envs.rewards.calls import describe
+from treadle.envs.rewards.addresses import describe
+from treadle.envs.rollout import show_progress
 from treadle.envs.scoring import Judge, reward_pool
 from treadle.errors import TreadleError
 from treadle.findings import Finding, problems, show

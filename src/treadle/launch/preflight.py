@@ -23,8 +23,7 @@ from treadle.config.load import with_absolute_paths
 from treadle.config.schema import RunConfig, requires_vllm
 from treadle.engines.model_folder import check_model_folder
 from treadle.engines.vllm.command import find_vllm
-from treadle.envs.base import prepare_task
-from treadle.envs.catalogue import load_environment
+from treadle.envs.base import load_environment, prepare_task
 from treadle.envs.serving.assignment import choose_pace
 from treadle.errors import ConfigError, ModelError, Problems
 from treadle.launch.attachment import merge_addresses

@@ -11,7 +11,7 @@ import pytest
 from treadle.config import RunConfig, load_run
 from treadle.config.env import EnvConfig, ServerConfig
 from treadle.config.flags import FlagParser, add_flags, given
-from treadle.envs.catalogue import load_environment
+from treadle.envs.base import load_environment
 from treadle.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[3] / "configs"

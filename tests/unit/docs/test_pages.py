@@ -22,8 +22,7 @@ from tests.doc_pages import ROOT, SHELLS, Command, Page, read_pages, spans_of
 from treadle.cli import VERBS
 from treadle.config.env import EnvConfig
 from treadle.config.load import load_process, load_run
-from treadle.envs.base import prepare_task
-from treadle.envs.catalogue import load_environment
+from treadle.envs.base import load_environment, prepare_task
 from treadle.envs.rewards import registry
 
 PAGES = read_pages()

@@ -17,8 +17,7 @@ from env_doubles import save_tokenizer
 from tokenizers import Tokenizer
 
 from treadle.config.env import EnvConfig
-from treadle.envs.base import Item
-from treadle.envs.catalogue import load_environment
+from treadle.envs.base import Item, load_environment
 from treadle.envs.chat import RolloutSampling
 from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import Completion, EngineResult

@@ -4,8 +4,7 @@ import re
 import pytest
 
 from treadle.config.env import EnvConfig
-from treadle.envs.base import Environment, Item, Score, stable_seed, stable_shuffle
-from treadle.envs.catalogue import environment, load_environment
+from treadle.envs.base import Environment, Item, Score, environment, load_environment, stable_seed, stable_shuffle
 from treadle.envs.engine_client import Completion
 from treadle.envs.rewards import InlineScorer
 from treadle.envs.scoring import Judge

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from treadle.config.env import EnvConfig
-from treadle.envs.catalogue import load_environment
+from treadle.envs.base import load_environment
 from treadle.envs.rewards import registry
 from treadle.errors import ConfigError
 

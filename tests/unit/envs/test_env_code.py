@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.envs.sandbox_support import needs_sandbox
 from treadle.config.env import EnvConfig
-from treadle.envs.catalogue import load_environment
+from treadle.envs.base import load_environment
 from treadle.envs.engine_client import Completion
 from treadle.envs.rewards import InlineScorer
 from treadle.envs.sandbox.execution import SandboxLimits, run_tests

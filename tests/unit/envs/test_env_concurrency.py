@@ -4,7 +4,7 @@ from contextlib import aclosing
 
 import pytest
 
-from treadle.envs.concurrency import groups_at_once, in_order, show_progress
+from treadle.envs.rollout import groups_at_once, in_order, show_progress
 
 
 def gather(work, items, at_once):

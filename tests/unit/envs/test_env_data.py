@@ -10,8 +10,7 @@ import pytest
 from treadle import envs
 from treadle.config.env import EnvConfig, ServerConfig
 from treadle.config.load import load_run
-from treadle.envs.base import Item
-from treadle.envs.catalogue import load_environment
+from treadle.envs.base import Item, load_environment
 from treadle.envs.data import hold_out, load_data, read_splits
 from treadle.envs.rows import BrokenRow, Row, RowError, parse_rows
 from treadle.errors import ConfigError

@@ -14,8 +14,7 @@ from test_env_process import add
 
 from tests.served_app import listening
 from treadle.config.env import EnvConfig, ServerConfig
-from treadle.envs.base import Environment, Item
-from treadle.envs.catalogue import environment, load_environment
+from treadle.envs.base import Environment, Item, environment, load_environment
 from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.group_file import GroupFile, read_group_file, split_text

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from treadle.config.env import EnvConfig
-from treadle.envs.catalogue import load_environment
+from treadle.envs.base import load_environment
 from treadle.envs.engine_client import Completion
 from treadle.envs.rewards import RewardPool
 from treadle.envs.scoring import Judge

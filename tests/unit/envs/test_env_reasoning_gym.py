@@ -9,12 +9,18 @@ import sys
 import pytest
 
 from treadle.config.env import EnvConfig
-from treadle.envs.catalogue import load_environment
+from treadle.envs.base import load_environment
 from treadle.envs.engine_client import Completion
 from treadle.envs.rewards import RewardInput, RewardPool
-from treadle.envs.rewards.reasoning_gym import SAFE_ANSWERS, EntryIndex, entry_at, extract_answer
 from treadle.envs.scoring import Judge
-from treadle.envs.tasks.reasoning_gym import KNOWN_BROKEN, NUM_HELD_OUT
+from treadle.envs.tasks.reasoning_gym import (
+    KNOWN_BROKEN,
+    NUM_HELD_OUT,
+    SAFE_ANSWERS,
+    EntryIndex,
+    entry_at,
+    extract_answer,
+)
 from treadle.errors import ConfigError
 
 library = pytest.importorskip("reasoning_gym")
@@ -186,7 +192,7 @@ def test_without_the_package_the_error_names_the_extra():
         "import sys\n"
         "sys.modules['reasoning_gym'] = None\n"
         "from treadle.config.env import EnvConfig\n"
-        "from treadle.envs.catalogue import load_environment\n"
+        "from treadle.envs.base import load_environment\n"
         "load_environment(EnvConfig(name='reasoning_gym'))\n"
     )
     run = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=60)

@@ -11,8 +11,7 @@ from env_doubles import EngineDouble, FlakyNetwork, HubDouble, save_tokenizer
 from starlette.responses import JSONResponse
 
 from treadle.config.env import EnvConfig, ServerConfig
-from treadle.envs.base import Environment, Item, Score
-from treadle.envs.catalogue import environment, load_environment
+from treadle.envs.base import Environment, Item, Score, environment, load_environment
 from treadle.envs.chat import Transcript
 from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import Completion, EngineClient

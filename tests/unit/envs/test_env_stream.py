@@ -16,8 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from treadle.config.env import EnvConfig, ServerConfig
-from treadle.envs.base import Environment, Item, Score
-from treadle.envs.catalogue import environment, load_environment
+from treadle.envs.base import Environment, Item, Score, environment, load_environment
 from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.hub_client import HubClient
@@ -26,6 +25,7 @@ from treadle.envs.serving.assignment import FlightLimit, choose_pace, room
 from treadle.envs.serving.item_selection import DifficultySelection, ItemCursor
 from treadle.envs.serving.report import EnvMonitor
 from treadle.envs.serving.runner import run
+from treadle.envs.serving.stream_state import DifficultySelection, ItemCursor
 from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, EngineError, HubError, ProcessDied, ScoringError
 from treadle.wire.generate import EngineHealth

@@ -11,8 +11,7 @@ import pytest
 
 from tests.unit.envs.env_doubles import CHAT_TEMPLATE, save_tokenizer
 from treadle.config.env import EnvConfig
-from treadle.envs.base import Item
-from treadle.envs.catalogue import load_environment
+from treadle.envs.base import Item, load_environment
 from treadle.envs.chat import Model, RolloutSampling
 from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import Completion, EngineResult

@@ -10,7 +10,7 @@ from env_doubles import EngineDouble, FlakyNetwork, HubDouble, save_tokenizer
 from starlette.responses import JSONResponse
 
 from treadle.config.env import EnvConfig, ServerConfig
-from treadle.envs.catalogue import load_environment
+from treadle.envs.base import load_environment
 from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.hub_client import HubClient

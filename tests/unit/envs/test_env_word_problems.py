@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from treadle.config.env import EnvConfig
-from treadle.envs.base import Item, prepare_task
-from treadle.envs.catalogue import load_environment
+from treadle.envs.base import Item, load_environment, prepare_task
 from treadle.envs.engine_client import Completion
 from treadle.envs.rewards import BoxedMath, RewardInput, RewardPool
 from treadle.envs.rows import RowError
 from treadle.envs.scoring import Judge
-from treadle.envs.tasks.word_problems import gold_answer
+from treadle.envs.tasks.datasets import gold_answer
 from treadle.errors import ConfigError, MissingExtra
 
 GSM8K = Path(__file__).parents[2] / "data" / "gsm8k"

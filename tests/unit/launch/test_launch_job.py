@@ -19,7 +19,7 @@ from tests.tiny_model import write_tiny_model
 from tests.written_run import evaluation, step_values, write_run
 from treadle.config import RunConfig, load_run, save_run
 from treadle.config.keys import explicit_keys, with_fitting_groups
-from treadle.envs.catalogue import load_environment
+from treadle.envs.base import load_environment
 from treadle.errors import ConfigError, DiskFull, ModelError, ProcessDied, UserError
 from treadle.launch import folder as run_folders
 from treadle.launch import resume

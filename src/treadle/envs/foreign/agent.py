@@ -25,12 +25,11 @@ from typing import Any, ClassVar
 import msgspec
 
 from treadle.config.env import EnvConfig
-from treadle.envs.base import Item, Score
-from treadle.envs.catalogue import environment
+from treadle.envs.base import Item, Score, environment
 from treadle.envs.chat import Model
 from treadle.envs.foreign.recorder import TOKEN_VARIABLE, Recorder, item_json, serving
 from treadle.envs.foreign.sessions import Session, Sessions
-from treadle.envs.tasks.jsonl import Jsonl, JsonlArgs
+from treadle.envs.tasks.datasets import Jsonl, JsonlArgs
 from treadle.errors import ConfigError, ProcessDied
 from treadle.log import get_logger
 

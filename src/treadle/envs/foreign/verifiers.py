@@ -18,8 +18,7 @@ from itertools import islice
 from typing import Any, ClassVar
 
 from treadle.config.env import EnvConfig
-from treadle.envs.base import Environment, Item, Message, Score, is_enough
-from treadle.envs.catalogue import environment
+from treadle.envs.base import Environment, Item, Message, Score, environment, is_enough
 from treadle.envs.chat import Model
 from treadle.envs.foreign.recorder import SHARED, TOKEN_VARIABLE, Recorder, serving
 from treadle.envs.foreign.sessions import Session, Sessions

@@ -13,8 +13,15 @@ async with RewardPool(num_workers=2, time_limit_s=10) as pool:
 
 from __future__ import annotations
 
-from treadle.envs.rewards.base import BatchFunctionReward, FunctionReward, Judged, Reward, RewardInput
-from treadle.envs.rewards.calls import Outcome, RewardResult
+from treadle.envs.rewards.base import (
+    BatchFunctionReward,
+    FunctionReward,
+    Judged,
+    Outcome,
+    Reward,
+    RewardInput,
+    RewardResult,
+)
 from treadle.envs.rewards.combined import CombinedReward, CosineScaledReward, R1Reward
 from treadle.envs.rewards.registry import Registry, RewardLike, registry, reward
 from treadle.envs.rewards.scorers import InlineScorer, Isolation, RewardPool, Scorer, make_scorer

@@ -17,6 +17,7 @@ from typing import Any
 
 from treadle.errors import ConfigError, TreadleError
 
+MAX_DETAIL = 500  # letters; an error may quote a whole completion
 COPIED = "COPIED_BY_TREADLE"  # defined in files that copied_source.py wrote
 # This package, the standard library and installed packages.
 _NOT_USER_CODE = (
@@ -78,6 +79,16 @@ def user_code_location(error: BaseException) -> str:
     places = ((frame.f_code.co_filename, line) for frame, line in frames)
     file, line = next((place for place in places if not place[0].startswith(("<", *_NOT_USER_CODE))), ("", 0))
     return f"{_shown(file)}:{line}" if file else ""
+
+
+def describe(error: BaseException) -> str:
+    """`KeyError: 'level', at my_env.py:12`: with the innermost line of the user's own code."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # its __str__ raises
+        text = type(error).__name__
+    place = user_code_location(error)
+    return text[:MAX_DETAIL] + (f", at {place}" if place else "")
 
 
 def _shown(file: str) -> str:

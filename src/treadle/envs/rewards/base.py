@@ -20,6 +20,8 @@ A function with a parameter `prompts`, `completions` or `completion_ids` is call
     completions      list of texts, or of [{"role": "assistant", "content": ...}] for such a chat
     completion_ids   list of lists of token ids
     answer, ...      every column of the data row, as a list
+
+`call_reward` converts whatever a reward does into a result. A failure has no score, not a low one.
 """
 
 from __future__ import annotations
@@ -28,14 +30,15 @@ import asyncio
 import inspect
 import math
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from numbers import Real
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import msgspec
 
-from treadle.envs.rewards.addresses import address_of
+from treadle.envs.rewards.addresses import address_of, describe
 from treadle.errors import ConfigError, require
 
 CALLED_WITH = ("prompts", "completions", "completion_ids")
@@ -294,3 +297,77 @@ def _finished(coroutine: Any) -> Any:
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, result()).result()
+
+
+Outcome = Literal["scored", "timed_out", "raised", "out_of_memory", "worker_died"]
+
+
+class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
+    """`score` is None unless `outcome` is "scored"; `parts` has what each reward gave, before weights.
+
+    `correct` is the verdict of the first reward that gives one; None: none does.
+    """
+
+    score: float | None
+    parts: dict[str, float | None]
+    correct: bool | None = None
+    outcome: Outcome = "scored"
+    detail: str = ""  # of a failure: which reward, and what happened
+    seconds: float = 0.0
+
+
+class CallResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
+    """Result of one call of one reward: a score for each completion, or the failure."""
+
+    scores: list[float | None] = []  # None: the reward is not applicable to that completion
+    correct: list[bool | None] = []  # empty: no verdicts
+    outcome: Outcome = "scored"
+    detail: str = ""
+    seconds: float = 0.0
+
+
+def calls_for(reward: Reward, inputs: Sequence[RewardInput]) -> list[list[RewardInput]]:
+    """The inputs of each call: one completion, or the whole group if the reward looks at groups."""
+    if reward.looks_at_groups:
+        return [list(inputs)] if inputs else []
+    return [[completion] for completion in inputs]
+
+
+def call_reward(reward: Reward, inputs: Sequence[RewardInput]) -> CallResult:
+    """Call the reward; exceptions, including SystemExit, become failures."""
+    started = time.perf_counter()
+    try:
+        raw = reward.score_group(inputs) if reward.looks_at_groups else [reward.score(inputs[0])]
+        scores = [reward.judged(value) for value in raw]
+        if len(scores) != len(inputs):
+            raise ValueError(f"the reward returned {len(scores)} scores for {len(inputs)} completions")
+    except MemoryError:
+        seconds = time.perf_counter() - started
+        return CallResult(outcome="out_of_memory", detail="went past its memory limit", seconds=seconds)
+    except KeyboardInterrupt:  # the user's, not the reward's
+        raise
+    except BaseException as error:  # also SystemExit: it must not end the process
+        seconds = time.perf_counter() - started
+        return CallResult(outcome="raised", detail=describe(error), seconds=seconds)
+    verdicts = [None if score is None else score.correct for score in scores]
+    return CallResult(
+        scores=[None if score is None else float(score) for score in scores],
+        correct=[] if set(verdicts) <= {None} else verdicts,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def per_completion(
+    reward: Reward, calls: Sequence[CallResult], num_inputs: int
+) -> list[tuple[CallResult, Judged | None]]:
+    """The call and the score of every completion, in order.
+
+    A score is None when the call failed, and when the reward is not applicable to that completion.
+    """
+    found: list[tuple[CallResult, Judged | None]] = []
+    for call in calls:
+        for index in range(num_inputs if reward.looks_at_groups else 1):
+            score = call.scores[index] if call.outcome == "scored" else None
+            correct = call.correct[index] if call.correct else None
+            found.append((call, None if score is None else Judged(score, correct=correct)))
+    return found

@@ -10,8 +10,7 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from treadle.envs.rewards.base import Judged, Reward, RewardInput, judged
-from treadle.envs.rewards.calls import CallResult, RewardResult
+from treadle.envs.rewards.base import CallResult, Judged, Reward, RewardInput, RewardResult, judged
 from treadle.envs.rewards.registry import RewardLike, registry
 from treadle.envs.rewards.text import AccuracyReward, BoxedMath, ThinkFormatReward
 from treadle.errors import ConfigError

@@ -22,8 +22,15 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from treadle.envs.rewards.base import Reward, RewardInput
-from treadle.envs.rewards.calls import CallResult, RewardResult, call_reward, calls_for, per_completion
+from treadle.envs.rewards.base import (
+    CallResult,
+    Reward,
+    RewardInput,
+    RewardResult,
+    call_reward,
+    calls_for,
+    per_completion,
+)
 from treadle.envs.rewards.combined import assemble, leaves
 from treadle.envs.rewards.worker_handle import IN_WORKER, Worker, WorkerLost, pack_inputs
 from treadle.errors import ConfigError, ProcessDied, TreadleError

@@ -19,8 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from treadle.envs.rewards.base import Reward
-from treadle.envs.rewards.calls import CallResult, call_reward, describe
+from treadle.envs.rewards.base import CallResult, Reward, call_reward, describe
 from treadle.envs.rewards.registry import registry
 from treadle.envs.rewards.worker_handle import (
     IN_WORKER,

@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 
-from treadle.envs.rewards.base import RewardInput
-from treadle.envs.rewards.calls import CallResult, Outcome
+from treadle.envs.rewards.base import CallResult, Outcome, RewardInput
 from treadle.errors import ConfigError, ProcessDied
 from treadle.net.frames import LENGTH
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from treadle.config.env import EnvConfig
-from treadle.envs.concurrency import ROLLOUTS_AT_ONCE
 from treadle.envs.evaluation import evaluate_policy, result_path, save_result
 from treadle.envs.hub_client import CurrentWait, HubClient, next_step
-from treadle.envs.rollout import EnvContext
+from treadle.envs.rollout import ROLLOUTS_AT_ONCE, EnvContext
 from treadle.envs.serving.assignment import FlightLimit, RunAssignment
 from treadle.envs.serving.report import EnvMonitor
 from treadle.errors import TreadleError

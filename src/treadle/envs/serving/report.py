@@ -26,9 +26,8 @@ from treadle.config.env import EnvConfig
 from treadle.config.load import parse
 from treadle.config.secret_settings import without_secrets
 from treadle.config.train import TrackOptions
-from treadle.envs.concurrency import ReportProgress
 from treadle.envs.evaluation import EvalResult, eval_metrics
-from treadle.envs.rollout import Rollout, Scores, compare_scores
+from treadle.envs.rollout import ReportProgress, Rollout, Scores, compare_scores
 from treadle.errors import TreadleError
 from treadle.log import get_logger
 from treadle.track.trackers import CompositeTracker, Table, build_tracker

@@ -38,11 +38,10 @@ from treadle.envs.serving.assignment import (
     choose_pace,
     make_assignment,
 )
-from treadle.envs.serving.delivery import Delivery, Spool
 from treadle.envs.serving.eval_schedule import STATUS_POLL_S, evaluate, evaluate_during_training, evaluate_if_due
-from treadle.envs.serving.item_selection import DifficultySelection, ItemCursor
 from treadle.envs.serving.report import EnvMonitor, open_tracking
 from treadle.envs.serving.stream import StreamRunner, item_of_key
+from treadle.envs.serving.stream_state import Delivery, DifficultySelection, ItemCursor, Spool
 from treadle.envs.serving.waves import WaveRunner
 from treadle.errors import ConfigError, HubError, TreadleError
 from treadle.log import get_logger

@@ -24,7 +24,9 @@ from treadle.envs.rollout import EnvContext, Rollout, apply_group_rules, build_g
 from treadle.envs.serving.assignment import FlightLimit, RunAssignment, check_can_fill_batches, describe_pace, room
 from treadle.envs.serving.delivery import Delivery
 from treadle.envs.serving.item_selection import DifficultySelection, ItemCursor
+from treadle.envs.serving.assignment import FlightLimit, RunAssignment, check_can_fill_batches, room
 from treadle.envs.serving.report import TOO_FEW_TO_JUDGE, EnvMonitor, diagnose
+from treadle.envs.serving.stream_state import Delivery, DifficultySelection, ItemCursor
 from treadle.errors import ConfigError, EngineError, ProcessDied, TreadleError, UserError
 from treadle.log import get_logger
 from treadle.wire.groups import ScoredGroup

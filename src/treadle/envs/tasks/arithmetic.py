@@ -12,8 +12,7 @@ from typing import ClassVar
 
 from treadle.config.env import EnvConfig
 from treadle.config.load import suggest
-from treadle.envs.base import Environment, Item, Score, stable_seed
-from treadle.envs.catalogue import environment
+from treadle.envs.base import Environment, Item, Score, environment, stable_seed
 from treadle.envs.engine_client import Completion
 from treadle.errors import ConfigError
 

@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from treadle.config.env import EnvConfig
-from treadle.envs.base import Item, stable_seed, stable_shuffle
-from treadle.envs.catalogue import environment, parse_args
+from treadle.envs.base import Item, environment, parse_args, stable_seed, stable_shuffle
 from treadle.envs.data import Data, DataEnvironment
 from treadle.envs.rewards import RewardResult
 from treadle.envs.rewards.unit_tests import UnitTestsReward, read_tests
@@ -213,18 +212,13 @@ class Code(DataEnvironment):
         if self.config.data:
             super().prepare()
             return
-        items = [
-            (
-                Item.ask(task.question, answer=task.solution, system=self.system_prompt, tests=list(task.tests)),
-                is_held_out,
-            )
-            for task, is_held_out in generated_tasks()
-        ]
-        self.data = Data(
-            train=[item for item, is_held_out in items if not is_held_out],
-            # Shuffled: the first ones are all from one template.
-            held_out=stable_shuffle([item for item, is_held_out in items if is_held_out], "held-out order"),
-        )
+        train: list[Item] = []
+        held_out: list[Item] = []
+        for task, is_held_out in generated_tasks():
+            item = Item.ask(task.question, answer=task.solution, system=self.system_prompt, tests=list(task.tests))
+            (held_out if is_held_out else train).append(item)
+        # Shuffled: the first ones are all from one template.
+        self.data = Data(train, stable_shuffle(held_out, "held-out order"))
 
     async def open(self) -> None:
         await asyncio.to_thread(check_sandbox, self._reward.limits)  # before anything is sampled

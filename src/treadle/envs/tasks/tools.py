@@ -20,8 +20,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from treadle.config.env import EnvConfig
-from treadle.envs.base import Environment, Item, Message, Score, stable_seed, stable_shuffle
-from treadle.envs.catalogue import environment, parse_args
+from treadle.envs.base import Environment, Item, Message, Score, environment, parse_args, stable_seed, stable_shuffle
 from treadle.envs.chat import Model
 from treadle.envs.chat_format import BrokenCall, ChatTokenizer, ToolCall, find_tool_calls
 from treadle.envs.rewards.parsing import answer_text, last_box

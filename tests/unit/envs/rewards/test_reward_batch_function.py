@@ -8,8 +8,7 @@ import json
 import pytest
 
 from treadle.config.env import EnvConfig
-from treadle.envs.base import Item
-from treadle.envs.catalogue import load_environment
+from treadle.envs.base import Item, load_environment
 from treadle.envs.engine_client import Completion
 from treadle.envs.rewards import InlineScorer, RewardInput, RewardPool, registry, reward
 from treadle.envs.scoring import Judge

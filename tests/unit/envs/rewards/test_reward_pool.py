@@ -18,7 +18,7 @@ import uvloop
 from treadle.config.env import EnvConfig
 from treadle.envs.base import Environment
 from treadle.envs.rewards import LengthReward, RewardInput, RewardPool, make_scorer, registry
-from treadle.envs.rewards.calls import CallResult
+from treadle.envs.rewards.base import CallResult
 from treadle.envs.rewards.scorers import CallBatch, CallQueue
 from treadle.envs.rewards.worker_handle import INPUTS, pack_inputs
 from treadle.errors import ConfigError, ProcessDied, TreadleError

@@ -9,9 +9,9 @@ import pytest
 
 from tests.unit.envs.sandbox_support import needs_sandbox
 from treadle.envs.rewards import RewardInput, RewardPool, registry
-from treadle.envs.rewards.reasoning_gym import SAFE_ANSWERS
 from treadle.envs.rewards.unit_tests import RowTests, UnitTestsReward, extract_code, read_tests
 from treadle.envs.sandbox.execution import SandboxLimits, check_sandbox
+from treadle.envs.tasks.reasoning_gym import SAFE_ANSWERS
 from treadle.errors import ConfigError
 
 pytestmark = needs_sandbox
