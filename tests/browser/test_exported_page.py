@@ -11,8 +11,9 @@ import pytest
 
 from bench.page_history import write_run
 from tests.written_run import evaluation, write_health
+from treadle.dash.export import write_export
 from treadle.envs.group_file import Verdict, WrittenGroup
-from treadle.envs.group_writer import render_page
+from treadle.envs.group_writer import page_answers
 from treadle.report.page import NUM_GROUPS, write_report
 
 NUM_STEPS = 40
@@ -78,7 +79,7 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number in range(250)
     ]  # fmt: skip
     file = tmp_path_factory.mktemp("data") / "arithmetic.html"
-    file.write_text(render_page("arithmetic.jsonl", made), encoding="utf-8")
+    write_export(file, "arithmetic.jsonl", page_answers("arithmetic.jsonl", made))
     return file
 
 

@@ -303,16 +303,14 @@ def _find(config: EnvConfig) -> type[Environment]:
         importlib.import_module(_BUILT_IN[config.name])
     if config.name not in _REGISTRY:
         known = sorted({*_BUILT_IN, *_REGISTRY, *(f"{library}:NAME" for library in _OF_OTHERS)})
-        hint = _file_of(config.name) or suggest(config.name, known)
+        stem, colon, chosen = config.name.partition(":")
+        if stem and Path(f"{stem}.py").is_file():  # the suffix is missing
+            hint = f"did you mean {stem}.py{colon}{chosen}?"
+        else:
+            hint = suggest(config.name, known)
         hint = hint or f"known environments: {', '.join(known)}; or the path of a .py file"
         raise ConfigError(f"unknown environment '{config.name}'", fix=hint)
     return _REGISTRY[config.name]
-
-
-def _file_of(name: str) -> str:
-    """`did you mean my_env.py?`, if the suffix is missing."""
-    stem, colon, chosen = name.partition(":")
-    return f"did you mean {stem}.py{colon}{chosen}?" if stem and Path(f"{stem}.py").is_file() else ""
 
 
 def _from_file(path: Path, chosen: str) -> type[Environment]:

@@ -147,17 +147,17 @@ class Chat:
         return self.model.tokenizer.encode_next_turn(unread, after=self._last_sampled, tools=self._tools)
 
 
+@dataclass(eq=False)
 class Model:
     """The policy in one rollout. Every chat with sampled tokens becomes a training sequence."""
 
-    def __init__(self, engine: Sampler, tokenizer: ChatTokenizer, sampling: RolloutSampling) -> None:
-        self._engine = engine
-        self.tokenizer = tokenizer
-        self.sampling = sampling
-        self.chats: list[Chat] = []
-        self.seconds = 0.0  # generation time of the engine
-        self.last_completion: Completion | None = None  # of any chat
-        self._num_calls = 0
+    engine: Sampler
+    tokenizer: ChatTokenizer
+    sampling: RolloutSampling
+    chats: list[Chat] = field(default_factory=list)
+    seconds: float = 0.0  # generation time of the engine
+    last_completion: Completion | None = None  # of any chat
+    _num_calls: int = 0
 
     def chat(
         self,
@@ -182,7 +182,7 @@ class Model:
         """Sample one completion; `temperature` None: the run's."""
         seed = self.sampling.seed
         number, self._num_calls = self._num_calls, self._num_calls + 1
-        generation = await self._engine.generate(
+        generation = await self.engine.generate(
             prompt,
             max_tokens=max_tokens,
             temperature=self.sampling.temperature if temperature is None else temperature,

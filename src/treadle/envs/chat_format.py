@@ -57,8 +57,13 @@ class ChatTokenizer:
             **_read_json(folder / "special_tokens_map.json"),
             **_read_json(folder / "tokenizer_config.json"),
         }
-        source = _template_source(folder, settings)
-        if source is None:
+        file, source = folder / "chat_template.jinja", settings.get("chat_template")
+        if file.is_file():
+            source = file.read_text(encoding="utf-8")
+        elif isinstance(source, list):  # several named templates
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        if not isinstance(source, str):
+            source = None
             log.warning("no_chat_template", folder=str(folder), prompts="contents of the messages, joined by newlines")
         else:
             try:
@@ -168,16 +173,6 @@ def _worker() -> TemplateWorker:
     worker = TemplateWorker()
     atexit.register(worker.close)
     return worker
-
-
-def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    found = settings.get("chat_template")
-    if isinstance(found, list):  # several named templates
-        found = {entry["name"]: entry["template"] for entry in found}.get("default")
-    return found if isinstance(found, str) else None
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -22,12 +22,12 @@ import msgspec
 
 from treadle.config.env import EnvConfig, ServerConfig
 from treadle.dash.charts import Series
-from treadle.dash.export import export_page, group_answers, write_export
+from treadle.dash.export import group_answers, write_export
 from treadle.dash.rollouts import GroupView, RolloutView, TokenDecoder, num_prompt_tokens, view_rollouts
 from treadle.envs.base import Item, stable_seed
 from treadle.envs.chat import RolloutSampling
 from treadle.envs.engine_pool import open_engine
-from treadle.envs.group_file import GroupFile, Verdict, WrittenGroup, as_written, read_group_file
+from treadle.envs.group_file import GroupFile, WrittenGroup, as_written, read_group_file
 from treadle.envs.process import load_tokenizer, open_context, prepare_environment
 from treadle.envs.rollout import (
     EnvContext,
@@ -179,10 +179,6 @@ def write_page(groups_file: Path, page_file: Path) -> None:
     write_export(page_file, groups_file.name, page_answers(groups_file.name, read_group_file(groups_file)))
 
 
-def render_page(title: str, groups: Iterable[WrittenGroup]) -> str:
-    return export_page(title, page_answers(title, groups))
-
-
 def page_answers(title: str, groups: Iterable[WrittenGroup]) -> dict[str, Any]:
     """What the page would request from a hub (dash/export.py)."""
     views = []
@@ -273,6 +269,13 @@ def _view_sequence(
     if coloured and place < len(group.pieces) and group.inference_logprobs:
         turns = list(_turns(group.masks[place], group.pieces[place], group.inference_logprobs[place]))
     shown = list(_pieces(messages, turns))
+    details: dict[str, Any] = {}
+    if place < len(group.verdicts):
+        verdict = group.verdicts[place]
+        details = {"rollout": verdict.rollout, "is_right": verdict.is_right, "parts": verdict.parts}
+        if verdict.reward is None:
+            details |= {"outcome": verdict.outcome, "error": verdict.error}
+        details["finish_reason"] = verdict.finish_reason
     return RolloutView(
         score=score,
         advantage=0.0 if score is None else score - mean,
@@ -286,15 +289,8 @@ def _view_sequence(
         differences=None,
         trained_advantages=None,
         messages=None,
-        details=_details(group.verdicts[place]) if place < len(group.verdicts) else {},
+        details=details,
     )
-
-
-def _details(verdict: Verdict) -> dict[str, Any]:
-    details = {"rollout": verdict.rollout, "is_right": verdict.is_right, "parts": verdict.parts}
-    if verdict.reward is None:
-        details |= {"outcome": verdict.outcome, "error": verdict.error}
-    return details | {"finish_reason": verdict.finish_reason}
 
 
 def _text_of(message: dict[str, Any]) -> str:

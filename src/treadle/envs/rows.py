@@ -79,16 +79,13 @@ def parse_rows(data: bytes, name: str) -> Iterator[Row | BrokenRow]:
     """The rows of a file, by its suffix; content that starts with "[" is parsed as an array in any case."""
     data = data.removeprefix(_BYTE_ORDER_MARK)
     if name.endswith(".csv"):
-        return _parse_csv(data, name)
-    if data.lstrip()[:1] == b"[":
-        return _parse_array(data, name)
-    return _parse_lines(data, name)
-
-
-def _parse_lines(data: bytes, name: str) -> Iterator[Row | BrokenRow]:
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if line.strip():
-            yield _parse_row(line, f"{name}:{number}")
+        yield from _parse_csv(data, name)
+    elif data.lstrip()[:1] == b"[":
+        yield from _parse_array(data, name)
+    else:
+        for number, line in enumerate(data.split(b"\n"), start=1):
+            if line.strip():
+                yield _parse_row(line, f"{name}:{number}")
 
 
 def _parse_array(data: bytes, name: str) -> Iterator[Row | BrokenRow]:

@@ -55,7 +55,20 @@ class Judge:
     async def scores(self, item: Item, completions: Sequence[Completion]) -> list[Score]:
         if self._reward is None:
             return [self._score_here(item, completion) for completion in completions]
-        inputs = [as_reward_input(item, c, in_full=self._takes_lists) for c in completions]
+        in_full = self._takes_lists  # with the fields that only functions of lists use
+        inputs = [
+            RewardInput(
+                text=completion.text,
+                answer=item.answer,
+                prompt=item.prompt,
+                num_tokens=len(completion.token_ids),
+                finish_reason=completion.finish_reason,
+                metadata=dict(item.metadata),
+                messages=list(item.messages) if in_full and item.is_chat else [],
+                token_ids=completion.token_ids if in_full else [],
+            )
+            for completion in completions
+        ]
         results = await self._scorer.score(self._reward, inputs)
         for result, completion in zip(results, completions, strict=True):
             if result.score is None:
@@ -108,20 +121,6 @@ class Judge:
         config, may_fail = self._environment.config, self._has_scored or self._environment.waits_for_agents
         if raised and not may_fail and self._num_raised >= max(config.group_size, 2):
             raise none_scored(self._num_raised, raised[0], config)
-
-
-def as_reward_input(item: Item, completion: Completion, *, in_full: bool = False) -> RewardInput:
-    """`in_full`: with the fields that only functions of lists use."""
-    return RewardInput(
-        text=completion.text,
-        answer=item.answer,
-        prompt=item.prompt,
-        num_tokens=len(completion.token_ids),
-        finish_reason=completion.finish_reason,
-        metadata=dict(item.metadata),
-        messages=list(item.messages) if in_full and item.is_chat else [],
-        token_ids=completion.token_ids if in_full else [],
-    )
 
 
 def none_scored(num_answers: int, example: Score, config: EnvConfig) -> ScoringError:

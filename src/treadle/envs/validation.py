@@ -112,18 +112,15 @@ def _check_counts(environment: Environment, listed: Sequence[Item] | None, held_
         else Finding("held-out items", "warning", "none", "let eval_items return some: they show what was learned"),
     ]
     if isinstance(environment, DataEnvironment):
-        findings.append(_check_rows(environment))
+        data = environment.data
+        apart = f"; {data.num_kept_apart:,} not trained on: a held-out one asks the same" if data.num_kept_apart else ""
+        if data.broken:
+            examples = "; ".join(map(str, data.broken[:3]))
+            found = f"{len(data.broken):,} cannot be used: {examples}{apart}"
+            findings.append(Finding("rows", "warning", found, "correct them, or leave them out of the file"))
+        else:
+            findings.append(Finding("rows", "ok", f"all can be used{apart}"))
     return findings
-
-
-def _check_rows(environment: DataEnvironment) -> Finding:
-    data = environment.data
-    apart = f"; {data.num_kept_apart:,} not trained on: a held-out one asks the same" if data.num_kept_apart else ""
-    if not data.broken:
-        return Finding("rows", "ok", f"all can be used{apart}")
-    examples = "; ".join(map(str, data.broken[:3]))
-    found = f"{len(data.broken):,} cannot be used: {examples}{apart}"
-    return Finding("rows", "warning", found, "correct them, or leave them out of the file")
 
 
 def _check_prompts(items: Sequence[Item]) -> Finding:

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
+from treadle.dash.export import export_page
 from treadle.envs.group_file import Verdict, WrittenGroup
-from treadle.envs.group_writer import render_page
+from treadle.envs.group_writer import page_answers
 
 NASTY = [
     "</script><script>alert(1)</script>",
@@ -75,8 +76,8 @@ def text_of(rollout):
 
 @pytest.mark.parametrize("text", NASTY)
 def test_what_a_model_wrote_stays_text(text):
-    plain = Elements(render_page("groups", [group("a", "b")]))
-    page = render_page(text, [group(text, "b", prompt=text, answer=text)])
+    plain = Elements(export_page("groups", page_answers("groups", [group("a", "b")])))
+    page = export_page(text, page_answers(text, [group(text, "b", prompt=text, answer=text)]))
     shown = Elements(page)
     assert shown.tags == plain.tags, "no element comes of it"
     assert shown.scripts[1:] == plain.scripts[1:]
@@ -87,7 +88,7 @@ def test_what_a_model_wrote_stays_text(text):
 
 
 def test_a_group_on_the_page():
-    read = view_of(render_page("groups", [group("4", "fünf")]))
+    read = view_of(export_page("groups", page_answers("groups", [group("4", "fünf")])))
     summary = read["summary"]
     assert (summary["item"], summary["policy_version"], summary["score"], summary["longest"]) == (0, 3, 0.5, 4)
     assert len(read["rollouts"]) == 2
@@ -104,7 +105,7 @@ def test_a_group_on_the_page():
 def test_what_was_not_scored_says_why():
     broken = group("a", "b")
     broken.verdicts[0] = Verdict(rollout=0, is_right=False, reward=None, outcome="timed_out", error="after 10 s")
-    read = view_of(render_page("groups", [broken]))
+    read = view_of(export_page("groups", page_answers("groups", [broken])))
     assert (read["rollouts"][0]["score"], read["summary"]["score"]) == (None, 1.0)
     assert read["rollouts"][0]["details"].items() >= {"outcome": "timed_out", "error": "after 10 s"}.items()
 
@@ -124,7 +125,7 @@ def test_each_turn_of_a_conversation_has_its_own_tokens():
         messages=[turns],
         pieces=[["a", "b", "c"]],
     )
-    (rollout,) = view_of(render_page("groups", [spoken]))["rollouts"]
+    (rollout,) = view_of(export_page("groups", page_answers("groups", [spoken])))["rollouts"]
     assert text_of(rollout) == "assistant: ab\n\ntool: 4\n\nassistant: c"
     sampled = [row for row, is_sampled in enumerate(rollout["is_trained"]) if is_sampled]
     assert [rollout["pieces"][row] for row in sampled] == ["a", "b", "c"]
@@ -138,7 +139,7 @@ def test_a_file_of_another_program_is_shown_too():
     with_parts = WrittenGroup(
         tokens=[[1, 2]], masks=[[-100, 2]], scores=[0.5], messages=[[{"role": "user", "content": parts}]]
     )
-    page = render_page("groups", [bare, with_parts])
+    page = export_page("groups", page_answers("groups", [bare, with_parts]))
     (first,) = view_of(page, 1)["rollouts"]
     assert (first["score"], first["ids"], first["is_trained"]) == (0.5, [1, 2], [0, 1])
     assert json.loads(view_of(page, 2)["prompt"][0]["content"]) == parts
@@ -147,7 +148,7 @@ def test_a_file_of_another_program_is_shown_too():
 def test_a_thousand_groups_are_made_soon():
     many = [group(*["several words " * 20] * 8, item=i) for i in range(1000)]
     started = time.process_time()
-    page = render_page("groups", many)
+    page = export_page("groups", page_answers("groups", many))
     took = time.process_time() - started
     print(f"1,000 groups of 8 rollouts, {len(page) / 1e6:.1f} MB in {took:.1f} s of CPU time")
     assert took < 20
@@ -156,7 +157,8 @@ def test_a_thousand_groups_are_made_soon():
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no JavaScript engine to check with")
 def test_the_script_is_valid(tmp_path):
-    (tmp_path / "page.mjs").write_text(Elements(render_page("groups", [group("a", "b")])).scripts[2])
+    page = export_page("groups", page_answers("groups", [group("a", "b")]))
+    (tmp_path / "page.mjs").write_text(Elements(page).scripts[2])
     subprocess.run(["node", "--check", str(tmp_path / "page.mjs")], check=True, capture_output=True)
 
 

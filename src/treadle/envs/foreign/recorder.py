@@ -97,10 +97,6 @@ class PostedScore(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     is_right: bool | None = None
     parts: Annotated[dict[_PartName, float], msgspec.Meta(max_length=MAX_PARTS)] = {}
 
-    def as_score(self, right: float) -> Score:
-        is_right = is_enough(self.score, right) if self.is_right is None else self.is_right
-        return Score(reward=self.score, is_right=is_right, parts=self.parts)
-
 
 class CreateSession(msgspec.Struct, kw_only=True):
     """Body of Atropos' clients. Tool calls are always those between <tool_call> tags."""
@@ -171,7 +167,9 @@ class Recorder:
         session = self._sessions.by_score_key.get(http.path_params["secret"])
         if session is None:
             raise UnknownSession("nothing is scored here: the session has ended, or the URL is not its score_url")
-        session.finish((await _read(http, PostedScore)).as_score(self._right))
+        posted = await _read(http, PostedScore)
+        is_right = is_enough(posted.score, self._right) if posted.is_right is None else posted.is_right
+        session.finish(Score(reward=posted.score, is_right=is_right, parts=posted.parts))
         return json_answer({"status": "scored"})
 
     async def _delete(self, http: Request) -> Response:

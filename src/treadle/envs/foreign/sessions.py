@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from treadle.envs.base import Item, Score
@@ -340,15 +340,15 @@ def _session_closed() -> SessionClosed:
     return SessionClosed("this session has ended", fix="ask for a new one")
 
 
+@dataclass
 class Sessions:
     """All sessions of one environment process."""
 
-    def __init__(self) -> None:
-        self.by_key: dict[str, Session] = {}
-        self.by_score_key: dict[str, Session] = {}
-        self.by_client: dict[str, Session] = {}  # for calls with a client id, whatever their URL
-        self._offered: dict[str, Session] = {}  # in order
-        self._offers_changed = asyncio.Event()
+    by_key: dict[str, Session] = field(default_factory=dict)
+    by_score_key: dict[str, Session] = field(default_factory=dict)
+    by_client: dict[str, Session] = field(default_factory=dict)  # for calls with a client id, whatever their URL
+    _offered: dict[str, Session] = field(default_factory=dict)  # in order
+    _offers_changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @contextmanager
     def open(self, model: Model, item: Item) -> Iterator[Session]:

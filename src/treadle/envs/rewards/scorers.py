@@ -321,11 +321,11 @@ def make_scorer(isolation: Isolation = "process", **limits: Any) -> Scorer:
     return RewardPool(**limits) if isolation == "process" else InlineScorer()
 
 
+@dataclass
 class InlineScorer:
     """Scores in this process, for rewards that are known to be fast and harmless: there are no limits."""
 
-    def __init__(self) -> None:
-        self._warm: list[Reward] = []
+    _warm: list[Reward] = field(default_factory=list)
 
     async def __aenter__(self) -> Self:
         return self

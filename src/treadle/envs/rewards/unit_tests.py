@@ -77,7 +77,12 @@ class UnitTestsReward(Reward):
         )
 
     def score(self, completion: RewardInput) -> float:
-        problems = run(extract_code(completion.text), read_tests(completion.metadata), self.limits)
+        source, tests = extract_code(completion.text), read_tests(completion.metadata)
+        if tests.cases:
+            cases = [Case(case["input"], case["output"]) for case in tests.cases]
+            problems = run_cases(source, cases, self.limits)
+        else:
+            problems = run_tests(source, tests.sources, self.limits, names=tests.names)
         share = problems.count("") / len(problems)
         return float(share == 1.0) if self.all_or_nothing else share
 
@@ -88,13 +93,6 @@ def read_tests(metadata: Mapping[str, Any]) -> RowTests:
         return msgspec.convert(dict(metadata), RowTests)
     except msgspec.ValidationError as error:
         raise ValueError(f"the row's tests cannot be used: {error}") from None
-
-
-def run(source: str, tests: RowTests, limits: SandboxLimits) -> list[str]:
-    """For each test "" if it passed, else the reason."""
-    if tests.cases:
-        return run_cases(source, [Case(case["input"], case["output"]) for case in tests.cases], limits)
-    return run_tests(source, tests.sources, limits, names=tests.names)
 
 
 def extract_code(text: str) -> str:

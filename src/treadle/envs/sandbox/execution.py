@@ -38,15 +38,6 @@ class SandboxLimits:
     output_bytes: int = 2**20
     allow_weak: bool = False  # run also where the system lacks seccomp or Landlock
 
-    def for_process(self) -> dict[str, int]:
-        return {
-            "CPU": math.ceil(self.total_s) + 1,
-            "AS": self.memory_mb * 2**20,
-            "FSIZE": 0,
-            "NOFILE": 64,
-            "CORE": 0,
-        }
-
 
 @dataclass(frozen=True)
 class Case:
@@ -147,20 +138,20 @@ def _run_until_death(
         return found
 
 
+@dataclass
 class _TestResults:
     """Reads the results of the tests, one line each; EOFError at the end."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._read = b""
+    file: IO[bytes]
+    unread: bytes = b""
 
     def next(self, deadline: float) -> str:
-        while b"\n" not in self._read:
-            some = _read_some(self._file, deadline)
+        while b"\n" not in self.unread:
+            some = _read_some(self.file, deadline)
             if not some:
                 raise EOFError
-            self._read += some
-        line, _, self._read = self._read.partition(b"\n")
+            self.unread += some
+        line, _, self.unread = self.unread.partition(b"\n")
         return str(json.loads(line))
 
 
@@ -188,7 +179,14 @@ def _start(
 
     It stays in this process group and dies with its parent: killing a reward worker kills it too.
     """
-    full_job = {**job, "limits": limits.for_process(), "parent": os.getpid(), "allow_weak": limits.allow_weak}
+    rlimits = {
+        "CPU": math.ceil(limits.total_s) + 1,
+        "AS": limits.memory_mb * 2**20,
+        "FSIZE": 0,
+        "NOFILE": 64,
+        "CORE": 0,
+    }
+    full_job = {**job, "limits": rlimits, "parent": os.getpid(), "allow_weak": limits.allow_weak}
     with (
         tempfile.TemporaryDirectory(prefix="treadle-answer-", ignore_cleanup_errors=True) as folder,
         _file_with(json.dumps(full_job).encode()) as file,

@@ -183,7 +183,13 @@ class StreamRunner:
         if reason is not None:
             log.info("group_dropped", item=item_index, reason=reason)
             self._drop(rollouts, reason)
-            self._count_unscored(rollouts, reason)
+            self._unscored_in_a_row = 0 if reason == "equal_scores" else self._unscored_in_a_row + 1
+            if self._unscored_in_a_row >= MAX_FAILURES:
+                errors = Counter(rollout.score.error or reason for rollout in rollouts).most_common(1)
+                raise ProcessDied(
+                    f"of {MAX_FAILURES} groups in a row, none was fit to be trained on: {errors[0][0]}",
+                    fix=f"treadle env {config.name} validate",
+                )
         else:
             await self._send(index, item_index, rollouts, time.monotonic() - started)
         self.cursor.finish(index)
@@ -196,15 +202,6 @@ class StreamRunner:
         except Exception as error:  # user code
             log.error("item_failed", exc_info=True, item=item_index)
             raise ConfigError(f"train_item({item_index}) raised {type(error).__name__}: {error}") from error
-
-    def _count_unscored(self, rollouts: list[Rollout], reason: str) -> None:
-        self._unscored_in_a_row = 0 if reason == "equal_scores" else self._unscored_in_a_row + 1
-        if self._unscored_in_a_row >= MAX_FAILURES:
-            errors = Counter(rollout.score.error or reason for rollout in rollouts).most_common(1)
-            raise ProcessDied(
-                f"of {MAX_FAILURES} groups in a row, none was fit to be trained on: {errors[0][0]}",
-                fix=f"treadle env {self.context.config.name} validate",
-            )
 
     async def _send(self, index: int, item_index: int, rollouts: list[Rollout], seconds: float) -> None:
         config = self.context.config

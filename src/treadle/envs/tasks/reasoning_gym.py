@@ -184,10 +184,13 @@ class ReasoningGym(Environment):
 
     def _item_at(self, place: EntryIndex) -> Item:
         entry = entry_at(self.config.task, self._settings, place)
-        given = self.config.system_prompt
+        given, answer = self.config.system_prompt, entry["answer"]
+        for name in ("possible_answer", "example_answer", "example_correct_answer"):
+            if answer is None:  # some entries only have an example of a right answer
+                answer = entry["metadata"].get(name)
         return Item.ask(
             entry["question"],
-            answer=_gold(entry),
+            answer="" if answer is None else answer if isinstance(answer, str) else json.dumps(answer),
             system=_SYSTEM_PROMPT if given is None else given,
             place=msgspec.to_builtins(place),
             asked=entry["question"],
@@ -210,14 +213,3 @@ def _check_task(task: str, *, allow_broken: bool) -> None:
             f"the task '{task}' of reasoning-gym is not fit to be trained on: {KNOWN_BROKEN[task]}",
             fix="choose another with --env.task, or insist: --env.args '{\"allow_broken\": true}'",
         )
-
-
-def _gold(entry: Mapping[str, Any]) -> str:
-    """The answer; some entries only have an example of a right answer."""
-    answer = entry["answer"]
-    for name in ("possible_answer", "example_answer", "example_correct_answer"):
-        if answer is None:
-            answer = entry["metadata"].get(name)
-    if answer is None:
-        return ""
-    return answer if isinstance(answer, str) else json.dumps(answer)
