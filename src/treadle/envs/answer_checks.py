@@ -19,7 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from treadle.envs.base import Environment, Item, Score, stable_seed
 from treadle.envs.chat import RolloutSampling
 from treadle.envs.chat_format import ChatTokenizer
-from treadle.envs.engine_client import Completion, EngineResult, InferenceClient
+from treadle.envs.engine_client import Completion, EngineResult
+from treadle.envs.engine_pool import InferenceClient
 from treadle.envs.rollout import EnvContext, roll_one
 from treadle.envs.scoring import Judge
 from treadle.findings import Finding, Verdict

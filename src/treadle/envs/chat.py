@@ -15,7 +15,8 @@ from typing import Any
 
 from treadle.envs.base import Message
 from treadle.envs.chat_format import ChatTokenizer
-from treadle.envs.engine_client import Completion, Sampler
+from treadle.envs.engine_client import Completion
+from treadle.envs.engine_pool import InferenceClient
 from treadle.errors import RequestError
 from treadle.wire.groups import IGNORED, NO_LOGPROB
 
@@ -151,7 +152,7 @@ class Chat:
 class Model:
     """The policy in one rollout. Every chat with sampled tokens becomes a training sequence."""
 
-    engine: Sampler
+    engine: InferenceClient
     tokenizer: ChatTokenizer
     sampling: RolloutSampling
     chats: list[Chat] = field(default_factory=list)

@@ -70,7 +70,10 @@ class ChatTokenizer:
                 _worker().check(source)
             except RequestError as error:
                 raise ModelError(f"{folder}: {error.message}", fix=error.fix) from None
-        return cls(tokenizer, source, _special_tokens(settings))
+        # A token is a string, or an object with the field "content".
+        texts = {name: one.get("content") if isinstance(one, dict) else one for name, one in settings.items()}
+        tokens = {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
+        return cls(tokenizer, source, tokens)
 
     def render(
         self,
@@ -173,16 +176,6 @@ def _worker() -> TemplateWorker:
     worker = TemplateWorker()
     atexit.register(worker.close)
     return worker
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """{"bos_token": "<s>", ...}; a token is a string, or an object with the field "content"."""
-    tokens = {}
-    for name, value in settings.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            tokens[name] = text
-    return tokens
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import asyncio
 import os
 import re
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol, Self
 
 import msgspec
 
@@ -42,40 +42,6 @@ class EngineResult:
     seconds: float
 
 
-class Sampler(Protocol):
-    """Samples completions of one prompt: the part of an engine that a chat needs."""
-
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        n: int = 1,
-        max_tokens: int,
-        temperature: float,
-        seed: int | None = None,
-        stop: Sequence[str] = (),
-    ) -> EngineResult: ...
-
-
-class InferenceClient(Sampler, Protocol):
-    """Interface of one engine (EngineClient) and of several (engine_pool.EnginePool)."""
-
-    async def health(self) -> EngineHealth: ...
-
-    async def served_models(self) -> list[ServedModel]: ...
-
-    async def generate_wave(
-        self,
-        wave_id: str,
-        prompts: Sequence[Sequence[int]],
-        *,
-        n: int,
-        max_tokens: int,
-        temperature: float,
-        seeds: Sequence[int] | None = None,
-    ) -> list[EngineResult]: ...
-
-
 class EngineAway(EngineError):
     """The engine gave no usable answer within the retries."""
 
@@ -102,7 +68,7 @@ class _ModelList(msgspec.Struct):
     data: list[ServedModel]
 
 
-class EngineClient:
+class EngineClient(AbstractAsyncContextManager["EngineClient"]):
     """`await engine.generate([1, 2, 3], n=8, max_tokens=24, temperature=1.0)`."""
 
     def __init__(
@@ -138,9 +104,6 @@ class EngineClient:
             waits=self._waits,
             how_to_start="start it with `treadle engine`, or name another with --openai.base-url",
         )
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._peer.close()

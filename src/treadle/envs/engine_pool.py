@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from treadle.clock import awake_s
 from treadle.config.env import ServerConfig
@@ -66,7 +66,7 @@ def open_engine(
     oldest_allowed: OldestAllowed = lambda newest: newest,
     retry_policy: RetryPolicy | None = None,
     waits: Waits | None = None,
-) -> EngineClient | EnginePool:
+) -> InferenceClient:
     """The configured engine, or a pool if there are several."""
     if len(config.base_url) == 1:
         return EngineClient(config, retry_policy=retry_policy, waits=waits)
@@ -76,8 +76,8 @@ def open_engine(
     return EnginePool(clients, oldest_allowed, retry_policy=retry_policy, waits=waits)
 
 
-class EnginePool:
-    """Several engines that serve the same policy, with the interface of one (engine_client.InferenceClient)."""
+class EnginePool(AbstractAsyncContextManager["EnginePool"]):
+    """Several engines that serve the same policy, with the methods of one (EngineClient)."""
 
     def __init__(
         self,
@@ -92,9 +92,6 @@ class EnginePool:
         self._retry_policy = retry_policy
         self._waits = waits or Waits()
         self._model: ServedModel | None = None  # of the first reachable engine; others must serve the same
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         async with AsyncExitStack() as stack:
@@ -285,6 +282,9 @@ class EnginePool:
             member.health = None
         finally:
             member.is_checking, member.checked_s = False, awake_s()
+
+
+InferenceClient = EngineClient | EnginePool
 
 
 def _is_trained(model: str) -> bool:

@@ -326,19 +326,17 @@ def format_result(result: EvalResult, num_samples: int = 3) -> str:
         reasons = ", ".join(f"{outcome}: {times}" for outcome, times in result.unscored.items())
         lines.append(f"  not scored, and counted as wrong: {result.num_unscored} ({reasons})")
     shown = result.samples[:: result.generation_params["n"]][:num_samples]
-    return "\n".join(lines + [_format_sample(sample) for sample in shown])
+    for sample in shown:
+        verdict = "right" if sample.is_right else f"wrong, it is {sample.gold}"
+        if sample.reward is None:
+            verdict = f"not scored: {sample.error or sample.outcome}"
+        lines.append(f"  {sample.question!r} -> {sample.completion!r} ({verdict})")
+    return "\n".join(lines)
 
 
 def _share(result: EvalResult, k: str) -> str:
     low, high = result.pass_at_k_interval_95[k]
     return f"{result.pass_at_k[k]:.1%} (95 % interval {low:.1%} to {high:.1%})"
-
-
-def _format_sample(sample: EvalSample) -> str:
-    verdict = "right" if sample.is_right else f"wrong, it is {sample.gold}"
-    if sample.reward is None:
-        verdict = f"not scored: {sample.error or sample.outcome}"
-    return f"  {sample.question!r} -> {sample.completion!r} ({verdict})"
 
 
 # ---- statistics (pure)

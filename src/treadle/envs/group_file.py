@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Self
 
 import msgspec
 
@@ -43,7 +43,7 @@ class WrittenGroup(ScoredGroup, kw_only=True):
     pieces: list[list[str]] = msgspec.field(default_factory=list)
 
 
-class GroupFile:
+class GroupFile(AbstractContextManager["GroupFile"]):
     """Opens a new file; one that exists is never touched: `data/gsm8k.jsonl`, then `data/gsm8k_1.jsonl`."""
 
     def __init__(self, wanted: Path) -> None:
@@ -68,9 +68,6 @@ class GroupFile:
     def write(self, group: ScoredGroup) -> None:
         self._file.write(msgspec.json.encode(group) + b"\n")
         self._file.flush()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import gzip
 import os
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
@@ -29,7 +30,7 @@ _CALL_TIMEOUT_S = 60.0
 _CONFLICT = 409
 
 
-class HubClient:
+class HubClient(AbstractAsyncContextManager["HubClient"]):
     """Registration gives up after `retry_policy`; status calls and deliveries are retried until they succeed."""
 
     def __init__(
@@ -55,9 +56,6 @@ class HubClient:
             waits=self.waits,
             how_to_start="start it with `treadle hub`, or name another with --env.hub-url",
         )
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._peer.close()
@@ -155,15 +153,12 @@ def next_step(step: int, patience_s: float) -> WaitSpec:
 
 
 @dataclass
-class CurrentWait:
+class CurrentWait(AbstractContextManager["CurrentWait"]):
     """Registers what a loop waits for, which changes over time: `current_wait.set(next_step(4, patience_s=600))`."""
 
     waits: Waits
     _wanted: WaitSpec | None = None
     _wait: Wait | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, error: object, *_: object) -> None:
         self._end(was_met=error is None)

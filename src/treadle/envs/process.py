@@ -15,8 +15,7 @@ import uvloop
 from treadle.config.env import EnvConfig, ServerConfig
 from treadle.envs.base import Environment, load_environment, prepare_task
 from treadle.envs.chat_format import ChatTokenizer, resolve_tokenizer_folder
-from treadle.envs.engine_client import InferenceClient
-from treadle.envs.engine_pool import open_engine
+from treadle.envs.engine_pool import InferenceClient, open_engine
 from treadle.envs.evaluation import eval_temperature, evaluate_policy, format_result, save_for_atropos, save_result
 from treadle.envs.hub_client import HubClient
 from treadle.envs.rollout import EnvContext, show_progress

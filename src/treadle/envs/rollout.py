@@ -21,7 +21,8 @@ from treadle.config.env import EnvConfig
 from treadle.envs.base import Environment, Item, Score
 from treadle.envs.chat import Model, RolloutSampling, Transcript
 from treadle.envs.chat_format import ChatTokenizer
-from treadle.envs.engine_client import EngineResult, InferenceClient
+from treadle.envs.engine_client import EngineResult
+from treadle.envs.engine_pool import InferenceClient
 from treadle.envs.scoring import Judge, as_score
 from treadle.errors import ConfigError, EngineError, RequestError, UserError
 from treadle.wire.groups import ScoredGroup

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -39,7 +39,8 @@ class Row:
             raise RowError(self.lacks(*names), fix=f"say which column it is: --env.data-columns {names[0]}=COLUMN")
         value = self.fields[name]
         if isinstance(value, int | float) and not isinstance(value, bool):
-            return _plain(value)
+            text = format(Decimal(str(value)), "f")  # no exponent: 1e-7 is "0.0000001"
+            return text.rstrip("0").rstrip(".") if "." in text else text
         if not isinstance(value, str):
             raise RowError(f"the field '{name}' is {value!r:.60}, not text")
         if not value.strip():
@@ -53,7 +54,8 @@ class Row:
     def lacks(self, *names: str) -> str:
         """The message for missing fields, with the existing ones."""
         missing = "has no field" if len(names) == 1 else "has none of the fields"
-        return f"{missing} {_quoted(names)}; it has {_quoted(filter(self.has, self.fields)) or 'none at all'}"
+        wanted, there = (", ".join(f"'{name}'" for name in each) for each in (names, filter(self.has, self.fields)))
+        return f"{missing} {wanted}; it has {there or 'none at all'}"
 
     def rest(self, *used: str) -> dict[str, Any]:
         """The other fields, for rewards."""
@@ -122,13 +124,3 @@ def _parse_row(text: bytes, place: str) -> Row | BrokenRow:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         return BrokenRow(place, f"is not JSON: {error}")
     return Row(fields, place) if isinstance(fields, dict) else BrokenRow(place, "is no JSON object")
-
-
-def _quoted(names: Iterable[str]) -> str:
-    return ", ".join(f"'{name}'" for name in names)
-
-
-def _plain(number: float) -> str:
-    """Without exponent and trailing zeros: 51.0 is "51", and 1e-7 is "0.0000001"."""
-    text = format(Decimal(str(number)), "f")
-    return text.rstrip("0").rstrip(".") if "." in text else text

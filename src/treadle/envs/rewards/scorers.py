@@ -16,6 +16,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -322,13 +323,10 @@ def make_scorer(isolation: Isolation = "process", **limits: Any) -> Scorer:
 
 
 @dataclass
-class InlineScorer:
+class InlineScorer(AbstractAsyncContextManager["InlineScorer"]):
     """Scores in this process, for rewards that are known to be fast and harmless: there are no limits."""
 
     _warm: list[Reward] = field(default_factory=list)
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         return None
