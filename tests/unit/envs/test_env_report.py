@@ -40,7 +40,7 @@ def test_a_report_counts_what_became_of_the_groups():
     monitor.finish(group(WRONG, WRONG, LATE), dropped_for="equal_scores")
     monitor.finish(group(LATE, LATE), dropped_for="unscored")
     monitor.finish([], dropped_for="failed")
-    monitor.count_retry()
+    monitor.num_retries += 1
     with monitor.track_groups("wave 1", 3, 600.0):
         report = monitor.report()
     assert report.total == report.recent
