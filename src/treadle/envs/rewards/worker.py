@@ -19,7 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-from treadle.envs.rewards.base import CallResult, Reward, call_reward, describe
+from treadle.envs.rewards.addresses import describe
+from treadle.envs.rewards.base import CallResult, Reward, call_reward
 from treadle.envs.rewards.registry import registry
 from treadle.envs.rewards.worker_handle import (
     IN_WORKER,
