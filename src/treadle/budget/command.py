@@ -28,8 +28,6 @@ from treadle.config.keys import (
     with_values,
 )
 from treadle.config.schema import RunConfig, has_vllm
-from treadle.envs.catalogue import load_environment
-from treadle.config.schema import EngineConfig, RunConfig, has_vllm
 from treadle.envs.base import load_environment
 from treadle.errors import ConfigError, ModelError, TreadleError
 from treadle.formatting import gigabytes

@@ -22,7 +22,6 @@ from treadle.envs.engine_client import EngineClient
 from treadle.envs.hub_client import HubClient
 from treadle.envs.process import open_context
 from treadle.envs.serving.assignment import FlightLimit, choose_pace, room
-from treadle.envs.serving.item_selection import DifficultySelection, ItemCursor
 from treadle.envs.serving.report import EnvMonitor
 from treadle.envs.serving.runner import run
 from treadle.envs.serving.stream_state import DifficultySelection, ItemCursor

@@ -22,9 +22,6 @@ from treadle.envs.chat import RolloutSampling
 from treadle.envs.hub_client import CurrentWait, HubClient, next_step
 from treadle.envs.rollout import EnvContext, Rollout, apply_group_rules, build_group, drop_reason, roll_group
 from treadle.envs.serving.assignment import FlightLimit, RunAssignment, check_can_fill_batches, describe_pace, room
-from treadle.envs.serving.delivery import Delivery
-from treadle.envs.serving.item_selection import DifficultySelection, ItemCursor
-from treadle.envs.serving.assignment import FlightLimit, RunAssignment, check_can_fill_batches, room
 from treadle.envs.serving.report import TOO_FEW_TO_JUDGE, EnvMonitor, diagnose
 from treadle.envs.serving.stream_state import Delivery, DifficultySelection, ItemCursor
 from treadle.errors import ConfigError, EngineError, ProcessDied, TreadleError, UserError
