@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from treadle.background import PARENT_VARIABLE
 from treadle.config import RunConfig
 from treadle.config.load import dotted_keys, load_run
 from treadle.errors import ConfigError, ModelError, UserError, require
 from treadle.log import show_warnings
-from treadle.parent import PARENT_VARIABLE
 
 if TYPE_CHECKING:
     from treadle.envs.base import Environment

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle import __version__
+from treadle.background import PARENT_VARIABLE, end_with_parent
 from treadle.errors import ConfigError, ProcessDied, TreadleError, as_path_error, as_user_error
-from treadle.parent import PARENT_VARIABLE, end_with_parent
 
 if TYPE_CHECKING:
     from treadle.config import RunConfig

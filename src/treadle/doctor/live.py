@@ -9,8 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from treadle.findings import Finding, Verdict
-from treadle.formatting import one_line
+from treadle.formatting import Finding, Verdict, one_line
 from treadle.net.probe import ProbeAnswer, ServerProbe
 from treadle.watch.describe import describe_problems
 from treadle.wire.hub import Processes, ProcessStanding

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from treadle.doctor.host import expandable_segments
 from treadle.doctor.software import TorchFacts
-from treadle.findings import Finding
+from treadle.formatting import Finding
 from treadle.launch.supervisor import describe_exit
 
 DEADLINE_S = 60.0

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from treadle.engines.vllm.command import Installation
-from treadle.findings import Finding
+from treadle.formatting import Finding
 from treadle.support import PYTHON, VLLM
 
 OWN_EXTRAS = ("train",)

@@ -22,7 +22,7 @@ from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import Completion, EngineResult, InferenceClient
 from treadle.envs.rollout import EnvContext, roll_one
 from treadle.envs.scoring import Judge
-from treadle.findings import Finding, Verdict
+from treadle.formatting import Finding, Verdict
 
 Kind = Literal["right", "empty", "constant", "another", "every", "garbage", "unicode", "very long"]
 

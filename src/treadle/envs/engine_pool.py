@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Self, TypeVar
 
-from treadle.clock import awake_s
+from treadle.background import awake_s
 from treadle.config.env import ServerConfig
 from treadle.envs.engine_client import EngineAway, EngineClient, EngineResult, ServedModel
 from treadle.envs.transport import RetryPolicy

@@ -12,9 +12,9 @@ import msgspec
 from treadle.envs.transport import Peer, RetryPolicy, message_of
 from treadle.errors import HubError
 from treadle.log import get_logger
+from treadle.net.address import is_loopback, shown_url
 from treadle.net.client import HttpClient
 from treadle.net.tokens import HUB_TOKEN_VARIABLE
-from treadle.net.urls import is_loopback, shown_url
 from treadle.watch.waits import Wait, Waits, WaitSpec
 from treadle.wire.binary import CONTENT_TYPE, join_groups, pack_group
 from treadle.wire.groups import ScoredGroup

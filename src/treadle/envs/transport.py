@@ -11,12 +11,12 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from treadle.clock import awake_s
+from treadle.background import awake_s
 from treadle.errors import ConfigError, DiskFull, TreadleError
 from treadle.log import get_logger
+from treadle.net.address import is_loopback, shown_url
 from treadle.net.client import HttpAnswer, HttpClient, NoAnswer, PooledHttpClient
 from treadle.net.tokens import bearer_headers
-from treadle.net.urls import is_loopback, shown_url
 from treadle.watch.waits import Waits, WaitSpec
 
 log = get_logger("env")

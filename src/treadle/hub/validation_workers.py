@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from treadle.clock import awake_s
+from treadle.background import awake_s
 from treadle.hub.admission import Admitted, ValidationRequest, admit
 from treadle.hub.messages import Refused
 from treadle.log import get_logger

@@ -45,11 +45,10 @@ from treadle.launch.run_hubs import IDLE_S, LOOPBACK, RunHubs, is_on_loopback, o
 from treadle.launch.top import find_run, watch_url
 from treadle.launch.view import RunPage
 from treadle.net.access import Access, AccessRules, Guard
-from treadle.net.listening import HANDED_FD
+from treadle.net.address import HANDED_FD, shown_url, url_to, without_token
 from treadle.net.probe import answers_ok
 from treadle.net.server import serve_until_stopped
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, bearer_headers
-from treadle.net.urls import shown_url, url_to, without_token
 from treadle.report.summary import load_summary
 
 DEFAULT_PORT = HubConfig().port

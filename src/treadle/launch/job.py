@@ -47,8 +47,8 @@ from treadle.launch.preflight import (
 )
 from treadle.launch.supervisor import KILLED, Stopped, StopRequest, Supervisor
 from treadle.launch.view import RunPage, Screen, ViewState, choose_view, current_phase
+from treadle.net.address import shown_url, without_token
 from treadle.net.probe import answers_ok, get_json
-from treadle.net.urls import shown_url, without_token
 from treadle.report.history import HistoryReader, reader_of
 from treadle.report.record import check_is_run
 from treadle.report.summary import Outcome, Summary, draw_plot, load_summary, print_report, save_summary, summarize

@@ -23,8 +23,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treadle.errors import ConfigError
+from treadle.net.address import Address, is_loopback_address, is_loopback_host, parse_address, plain_address
 from treadle.net.tokens import CLIENT_ROLES, Role, read_secret, role_token
-from treadle.net.urls import Address, is_loopback_address, is_loopback_host, parse_address, plain_address
 
 NAME_LOOKUP_S = 0.3  # a name server that does not answer must not hold up the start
 CLIENTS: frozenset[Role] = frozenset(CLIENT_ROLES)

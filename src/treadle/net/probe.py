@@ -9,8 +9,8 @@ from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
+from treadle.net.address import connection_to, shown_url
 from treadle.net.tokens import bearer_headers
-from treadle.net.urls import connection_to, shown_url
 
 TIMEOUT_S = 5.0
 

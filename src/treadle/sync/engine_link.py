@@ -10,11 +10,11 @@ from typing import Self, TypeVar
 import httpx
 import msgspec
 
-from treadle.clock import awake_s
+from treadle.background import awake_s
 from treadle.config import TrainConfig
 from treadle.errors import ConfigError, SyncError
+from treadle.net.address import is_loopback
 from treadle.net.tokens import bearer_headers
-from treadle.net.urls import is_loopback
 from treadle.sync.model_folders import LiveFolder, is_same_model, local_folder
 from treadle.sync.process_identity import PUBLISHER_HEADER, this_publisher
 from treadle.sync.protocol import AttachedModel

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from treadle.clock import awake_s
+from treadle.background import awake_s
 from treadle.errors import RequestError, SyncError
 from treadle.wire.bridge import Adopt
 

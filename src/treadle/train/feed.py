@@ -16,11 +16,11 @@ from typing import Protocol
 import httpx
 import msgspec
 
-from treadle.clock import awake_s
+from treadle.background import awake_s
 from treadle.errors import DiskFull, HubError
 from treadle.log import get_logger
+from treadle.net.address import is_loopback, shown_url
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, bearer_headers
-from treadle.net.urls import is_loopback, shown_url
 from treadle.train.ranks import Ranks
 from treadle.train.stop import StopRequested
 from treadle.watch.waits import Wait, Waits, WaitSpec

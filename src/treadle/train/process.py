@@ -14,7 +14,7 @@ from treadle.config.secret_settings import without_secrets
 from treadle.errors import EngineError, HubError, OutOfMemory, SyncError, UserError, is_out_of_memory
 from treadle.loading import choose_device, report_loading
 from treadle.log import get_logger
-from treadle.net.urls import shown_url
+from treadle.net.address import shown_url
 from treadle.sync.layout import Layout
 from treadle.sync.modes import choose_sync
 from treadle.sync.protocol import AttachedModel, Publishable, Receipt, SyncMode

@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from treadle.log import get_logger
+from treadle.net.address import connection_to
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, bearer_headers
-from treadle.net.urls import connection_to
 from treadle.watch.describe import ENDED, short
 from treadle.watch.stacks import include_tasks_of, write_stacks
 from treadle.watch.waits import Wait, Waits, WaitSpec

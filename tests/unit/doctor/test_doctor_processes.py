@@ -25,7 +25,7 @@ from treadle.doctor.command import DoctorTarget, check_live
 from treadle.doctor.live import check_engine, check_hub
 from treadle.doctor.sharing import SharingResult, try_sharing
 from treadle.doctor.survey import list_packages, survey_model
-from treadle.findings import Finding
+from treadle.formatting import Finding
 from treadle.launch.folder import locked
 from treadle.net.probe import ServerProbe
 from treadle.net.tokens import role_token

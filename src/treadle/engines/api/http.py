@@ -16,7 +16,7 @@ from treadle.engines.api.context import RequestStats
 from treadle.engines.model_folder import ADAPTER_FILES
 from treadle.errors import RequestError, TreadleError, UserError
 from treadle.net.access import EVERYBODY, why_refused
-from treadle.net.bodies import json_answer, read_json
+from treadle.net.server import json_answer, read_json
 from treadle.net.tokens import Role
 
 MAX_BODY_BYTES = 16 << 20

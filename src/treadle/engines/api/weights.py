@@ -20,7 +20,7 @@ from treadle.engines.api.http import NotFound, decode, resolve_adapter_folder, r
 from treadle.engines.model_folder import AdapterSettings, read_adapter_settings
 from treadle.errors import EngineError, RequestError
 from treadle.log import get_logger
-from treadle.net.bodies import json_answer
+from treadle.net.server import json_answer
 from treadle.wire.bridge import (
     Adopt,
     AskFingerprints,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from treadle.config import TrainConfig
 from treadle.log import get_logger
-from treadle.processor import fast_dtype
+from treadle.support import fast_dtype
 from treadle.train.optim.optimizer import Optimizer, PinnedBuffer, part_of
 
 if TYPE_CHECKING:
