@@ -32,7 +32,7 @@ def check_hub(hub: ServerProbe) -> list[Finding]:
         if answer.status != 200:
             return [*checks, _unreachable(hub, answer, path)]
     checks.append(Finding("batches", "ok", str(explained.values.get("reason", ""))))
-    return [*checks, *check_processes(read_processes(processes.body))]
+    return [*checks, *check_processes(read_processes(processes.content))]
 
 
 def read_processes(body: bytes) -> list[ProcessStanding]:

@@ -225,7 +225,7 @@ def _ask(server: ServerProbe, health_path: str, path: str, kind: type[T], say: S
     answer = server.ask(path)
     try:
         if answer.status == 200:
-            return msgspec.json.decode(answer.body, type=kind)
+            return msgspec.json.decode(answer.content, type=kind)
     except msgspec.MsgspecError:
         pass
     raise _refused(server, path, answer)

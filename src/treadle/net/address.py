@@ -10,7 +10,6 @@ import ipaddress
 import os
 import re
 import socket
-from http.client import HTTPConnection, HTTPSConnection
 from urllib.parse import urlsplit
 
 from treadle.errors import ConfigError, PortInUse
@@ -34,13 +33,6 @@ def url_to(host: str, port: int) -> str:
     """Where to call a server that listens on `host`; one that listens on every address is called on loopback."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)  # noqa: S104
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
-
-
-def connection_to(url: str, timeout_s: float) -> HTTPConnection:
-    """For small questions: no proxy is asked, nothing heavy is imported. ValueError for a port that is none."""
-    parts = urlsplit(url)
-    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-    return kind(parts.hostname or "127.0.0.1", parts.port, timeout=timeout_s)
 
 
 def is_loopback(url: str) -> bool:
