@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-import httpx
 import torch
 from safetensors import SafetensorError
 
@@ -40,7 +39,7 @@ SHARE_OF_DEADLINE = 0.5
 MAX_REASON_CHARS = 1000
 # Errors that a batch cannot cause: settings, a full disk, the hub, the engine, files, a key press.
 NOT_CAUSED_BY_BATCH = (
-    UserError, HubError, EngineError, SyncError, OSError, httpx.HTTPError, SafetensorError,
+    UserError, HubError, EngineError, SyncError, OSError, SafetensorError,
     KeyboardInterrupt, SystemExit,
 )  # fmt: skip
 log = get_logger("trainer")
