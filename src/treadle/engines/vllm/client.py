@@ -93,7 +93,7 @@ class VllmClient:
             raise self._lost(NoAnswer("the connection was closed by the engine"))
 
     def _refuse(self, answer: HttpAnswer) -> NoReturn:
-        message = _message(answer)
+        message = answer.message
         if 400 <= answer.status < 500:
             raise RequestError(message)
         raise EngineError(f"vLLM failed: {message}", fix="its log says more")
@@ -133,16 +133,6 @@ def _decode_line(data: str) -> VllmOutput:
         return decode_output(data)
     except msgspec.ValidationError:  # an error line in the middle of a stream
         raise EngineError(f"vLLM failed: {data[:500]}", fix="its log says more") from None
-
-
-def _message(answer: HttpAnswer) -> str:
-    """vLLM's error message, wherever the response contains it."""
-    try:
-        body = msgspec.json.decode(answer.content)
-    except msgspec.DecodeError:
-        return answer.text[:500]
-    error = body.get("error", body) if isinstance(body, dict) else body
-    return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
 class WeightTransfer:
