@@ -31,8 +31,8 @@ from treadle.envs.engine_pool import open_engine
 from treadle.envs.group_file import GroupFile, Verdict, WrittenGroup, as_written, read_group_file
 from treadle.envs.process import load_tokenizer, open_context, prepare_environment
 from treadle.envs.rollout import EnvContext, Rollout, apply_group_rules, build_group, drop_reason, roll_group
-from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, TreadleError
+from treadle.net.client import RetryPolicy
 from treadle.store.browse import PREVIEW_CHARS, GroupSummary
 
 DEFAULT_NUM_GROUPS = 16

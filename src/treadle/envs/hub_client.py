@@ -9,11 +9,11 @@ from typing import Any, Self
 
 import msgspec
 
-from treadle.envs.transport import Peer, RetryPolicy, message_of
+from treadle.envs.transport import Peer
 from treadle.errors import HubError
 from treadle.log import get_logger
 from treadle.net.address import is_loopback, shown_url
-from treadle.net.client import HttpClient
+from treadle.net.client import HttpClient, RetryPolicy
 from treadle.net.tokens import HUB_TOKEN_VARIABLE
 from treadle.watch.waits import Wait, Waits, WaitSpec
 from treadle.wire.binary import CONTENT_TYPE, join_groups, pack_group
@@ -127,7 +127,7 @@ class HubClient:
         )
         if response.http.status == _CONFLICT:
             # After a restart the same prompts may get other completions. The first delivery stands.
-            log.warning("groups_were_already_accepted", key=key, hub_says=message_of(response.http))
+            log.warning("groups_were_already_accepted", key=key, hub_says=response.http.message)
             return
         self._peer.read(response, dict[str, Any])
 

@@ -24,8 +24,8 @@ from treadle.envs.process import open_context
 from treadle.envs.serving.assignment import FlightLimit, choose_pace, room
 from treadle.envs.serving.item_selection import DifficultySelection, ItemCursor
 from treadle.envs.serving.runner import run
-from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, EngineError, HubError, ProcessDied, ScoringError
+from treadle.net.client import RetryPolicy
 from treadle.wire.hub import EnvStanding
 
 QUICK = RetryPolicy(give_up_after_s=5.0, first_pause_s=0.01, longest_pause_s=0.05)
