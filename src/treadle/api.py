@@ -286,16 +286,16 @@ class ModelChat:
     def __init__(self, model_path: Path, *, temperature: float, max_tokens: int) -> None:
         require("train", "torch", "transformers")
         from treadle.envs.chat_format import ChatTokenizer
-        from treadle.launch.chat import ChatSession, open_client, running_engine
+        from treadle.launch.chat import ChatSession, running_engine
         from treadle.launch.supervisor import Stopped
 
         self.messages: list[dict[str, str]] = []
         tokenizer, opened = ChatTokenizer.load(model_path), ExitStack()
         try:
-            http = opened.enter_context(open_client(opened.enter_context(running_engine(model_path))))
+            url = opened.enter_context(running_engine(model_path))
         except Stopped:
             raise KeyboardInterrupt from None
-        self._partner = ChatSession(http, tokenizer, temperature, max_tokens)
+        self._partner = ChatSession(url, tokenizer, temperature, max_tokens)
         self.close = weakref.finalize(self, opened.close)
 
     def __enter__(self) -> ModelChat:

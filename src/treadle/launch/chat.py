@@ -8,9 +8,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
+import msgspec
 
 from treadle.envs.chat_format import ChatTokenizer
 from treadle.errors import EngineError, require
@@ -18,9 +17,11 @@ from treadle.launch.machine import ANY_FREE, Listeners, held_ports, port_of, rea
 from treadle.launch.model import ending_on_sigterm, find_model
 from treadle.launch.plan import ProcessSpec, child_environment
 from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
+from treadle.net.client import OK, BlockingHttpClient, NoAnswer
 
 Message = dict[str, str]
 _RUNS = Path("runs")
+ANSWER_S = 600.0
 
 
 def talk(model: str | None, *, message: str | None, temperature: float, max_tokens: int) -> int:
@@ -28,8 +29,8 @@ def talk(model: str | None, *, message: str | None, temperature: float, max_toke
     folder = find_model(model, _RUNS)
     tokenizer = ChatTokenizer.load(folder)
     try:
-        with ending_on_sigterm(), running_engine(folder) as url, open_client(url) as http:
-            chat = ChatSession(http, tokenizer, temperature, max_tokens)
+        with ending_on_sigterm(), running_engine(folder) as url:
+            chat = ChatSession(url, tokenizer, temperature, max_tokens)
             if message is not None:
                 print(chat.answer([{"role": "user", "content": message}]))
             else:
@@ -38,10 +39,6 @@ def talk(model: str | None, *, message: str | None, temperature: float, max_toke
     except Stopped:
         return 130
     return 0
-
-
-def open_client(url: str) -> httpx.Client:
-    return httpx.Client(base_url=url, timeout=600, trust_env=False)
 
 
 @contextlib.contextmanager
@@ -70,23 +67,24 @@ def _serve(model_folder: Path, listeners: Listeners) -> Iterator[str]:
 
 
 class ChatSession:
-    """Sends conversations to the engine."""
+    """Sends conversations to the engine, from any thread."""
 
-    def __init__(self, http: httpx.Client, tokenizer: ChatTokenizer, temperature: float, max_tokens: int) -> None:
-        self._http = http
+    def __init__(self, url: str, tokenizer: ChatTokenizer, temperature: float, max_tokens: int) -> None:
+        self._engine = BlockingHttpClient(url, timeout_s=ANSWER_S)
         self._tokenizer = tokenizer
         self._sampling = {"temperature": temperature, "max_tokens": max_tokens, "logprobs": 0}
 
     def answer(self, messages: list[Message]) -> str:
         prompt = {"prompt_token_ids": self._tokenizer.encode_chat(messages)}
         try:
-            response = self._http.post("/generate", json={"prompt": prompt, **self._sampling})
-        except httpx.HTTPError as error:
-            raise EngineError(f"the engine did not answer: {error!r}") from None
-        if response.status_code != httpx.codes.OK:
-            raise EngineError(f"the engine refused (status {response.status_code}): {response.text[:300]}")
-        body: dict[str, Any] = response.json()
-        return str(body["text"][0]).strip()
+            answer = self._engine.request(
+                "POST", "/generate", body=msgspec.json.encode({"prompt": prompt, **self._sampling})
+            )
+        except NoAnswer as error:
+            raise EngineError(f"the engine did not answer: {error}") from None
+        if answer.status != OK:
+            raise EngineError(f"the engine refused (status {answer.status}): {answer.message[:300]}")
+        return str(answer.values["text"][0]).strip()
 
 
 def _converse(chat: ChatSession) -> None:
