@@ -224,13 +224,16 @@ class BlockingHttpClient:
 
     def _kept(self) -> HTTPConnection | None:
         """A connection of an earlier call that the server has not closed."""
-        while self._idle:
-            since, connection = self._idle.pop()
-            is_closed = bool(select.select([connection.sock], [], [], 0)[0])  # there is nothing else to read
-            if time.monotonic() - since < KEEP_ALIVE_S and not is_closed:
+        while True:
+            try:
+                since, connection = self._idle.pop()
+            except IndexError:
+                return None
+            readable = select.poll()  # unlike select(), with any number of open files
+            readable.register(connection.sock, select.POLLIN)
+            if time.monotonic() - since < KEEP_ALIVE_S and not readable.poll(0):  # readable: closed by the server
                 return connection
             connection.close()
-        return None
 
 
 def _connect(url: SplitResult, proxy: SplitResult | None, timeout_s: float) -> HTTPConnection:

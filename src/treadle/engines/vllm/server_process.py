@@ -176,7 +176,7 @@ class ServerProcess:
         order = VllmRequest(MODEL_NAME, [0], {"max_tokens": 1, "logprobs": 0, "detokenize": False}, cache_salt="probe")
         try:
             answer = client.request("POST", GENERATE, body=msgspec.json.encode(order), timeout_s=timeout_s)
-            complaint = "" if answer.status == OK else answer.message
+            complaint = "" if answer.status == OK else answer.message or f"status {answer.status}"
         except LateAnswer:
             raise EngineError(
                 f"vLLM started, but its first token did not come within {timeout_s:.0f} s; the end of its log:\n"
