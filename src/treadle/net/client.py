@@ -217,7 +217,7 @@ class BlockingHttpClient:
             if connection.sock is not None:  # the server keeps it open
                 self._idle.append((time.monotonic(), connection))
                 connection = None
-            return HttpAnswer(answer.status, content, dict(answer.headers))
+            return HttpAnswer(answer.status, content, dict(answer.getheaders()))
         finally:
             if connection is not None:
                 connection.close()
