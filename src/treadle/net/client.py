@@ -116,6 +116,9 @@ class RetryPolicy:
     longest_pause_s: float = 5.0
     statuses: Container[int] = frozenset({429, *range(500, 600)})
 
+    def is_over(self, seconds: float) -> bool:
+        return self.give_up_after_s is not None and seconds > self.give_up_after_s
+
     def check(self, outcome: HttpAnswer | NoAnswer, server: str) -> HttpAnswer | Failure:
         """The answer, or why the call is to be repeated. A full disk is an error: repeating does not help."""
         if isinstance(outcome, NoAnswer):
@@ -146,9 +149,7 @@ class Retries:
         policy = self._policy
         longest_s = min(policy.first_pause_s * 2.0 ** min(self.num_failures - 1, 30), policy.longest_pause_s)
         pause_s = max(longest_s * random.uniform(0.5, 1.0), failure.retry_after_s)  # noqa: S311
-        if policy.give_up_after_s is not None and awake_s() + pause_s - self._began_s > policy.give_up_after_s:
-            return None
-        return pause_s
+        return None if policy.is_over(awake_s() + pause_s - self._began_s) else pause_s
 
 
 # ---- blocking
