@@ -28,7 +28,7 @@ import torch
 from treadle.config import TrainConfig
 from treadle.engines.models import resolve_model
 from treadle.launch.machine import SHARED_MEMORY
-from treadle.net.listening import take_port
+from treadle.net.address import take_port
 from treadle.sync.modes import choose_sync
 from treadle.sync.protocol import EngineLink, Receipt
 from treadle.train.loop import accumulate_gradients

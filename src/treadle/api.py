@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from treadle.background import PARENT_VARIABLE
 from treadle.config import RunConfig
 from treadle.config.load import dotted_keys, load_run
 from treadle.errors import ConfigError, ModelError, UserError, require
 from treadle.log import show_warnings
-from treadle.parent import PARENT_VARIABLE
 
 if TYPE_CHECKING:
     from treadle.envs.base import Environment
@@ -292,10 +292,10 @@ class ModelChat:
         self.messages: list[dict[str, str]] = []
         tokenizer, opened = ChatTokenizer.load(model_path), ExitStack()
         try:
-            http = opened.enter_context(running_engine(model_path))
+            url = opened.enter_context(running_engine(model_path))
         except Stopped:
             raise KeyboardInterrupt from None
-        self._partner = ChatSession(http, tokenizer, temperature, max_tokens)
+        self._partner = ChatSession(url, tokenizer, temperature, max_tokens)
         self.close = weakref.finalize(self, opened.close)
 
     def __enter__(self) -> ModelChat:

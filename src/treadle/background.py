@@ -1,9 +1,17 @@
-"""Run work in daemon threads and return futures."""
+"""Threads that run beside the main work of a process, and time that leaves out its pauses.
+
+in_background, BackgroundWorker   run work in daemon threads and return futures
+awake_s                           monotonic clock for deadlines of others; a thread keeps it going
+end_with_parent                   end this process when its launcher is gone, even after kill -9: there are no orphans
+"""
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -48,3 +56,64 @@ def complete(future: Future[T], work: Callable[[], T]) -> None:
         future.set_result(work())
     except BaseException as error:  # raised by future.result()
         future.set_exception(error)
+
+
+# ---- clock
+
+TICK_S = 0.25
+LONGEST_STEP_S = 1.0  # that the clock may take between two readings; longer was a pause
+
+
+class _AwakeClock:
+    """A process that is stopped (Ctrl-Z, SIGSTOP), or whose virtual machine is paused, receives nothing. Deadlines for
+    others are measured by this clock, so that a pause does not count against them."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        self._lock = threading.Lock()
+        self._read_at_s = self._awake_s = time.monotonic()
+        self._ticker: threading.Thread | None = None
+
+    def __call__(self) -> float:
+        """Seconds since some moment during which this process ran."""
+        with self._lock:
+            if self._ticker is None:
+                self._ticker = threading.Thread(target=self._tick, name="awake-clock", daemon=True)
+                self._ticker.start()
+            now_s = time.monotonic()
+            self._awake_s += min(now_s - self._read_at_s, LONGEST_STEP_S)
+            self._read_at_s = now_s
+            return self._awake_s
+
+    def _tick(self) -> None:
+        """Read the clock where nobody else does: without readings an idle process would seem to be paused."""
+        while True:
+            time.sleep(TICK_S)
+            self()
+
+
+awake_s = _AwakeClock()
+os.register_at_fork(after_in_child=awake_s.begin)  # threads do not survive a fork
+
+
+# ---- parent
+
+PARENT_VARIABLE = "TREADLE_PARENT_PID"  # set by the launcher in the processes that it starts
+
+
+def end_with_parent() -> None:
+    """Watch the launcher in a thread; does nothing in a process that no launcher started."""
+    parent = os.environ.get(PARENT_VARIABLE)
+    if parent is None:
+        return
+
+    def watch() -> None:
+        while os.getppid() == int(parent):
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

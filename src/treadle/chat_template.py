@@ -11,7 +11,7 @@ signals too. Compiling one is no safer: Jinja computes constants such as `9**(9*
 One process renders one conversation after the other; it is started by the first, and again after one that hit a limit.
 The processor time of a rendering is limited by the kernel (it ends the process), so no limit depends on who else is
 busy. `python -m treadle.chat_template` is that process: a socket is its standard input, on which questions and answers
-are JSON behind their length.
+are JSON in frames (net/workers.py).
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from treadle.errors import EngineError, RequestError
+from treadle.net.workers import frame, read_frame
 
 MAX_CPU_S = 1.0  # templates of known models take less than a millisecond
 MAX_MEMORY_BYTES = 1 << 30
 MAX_CHARS = 16 << 20  # of a rendered text; as many as the body of a request may have bytes
 MAX_WALL_S = 60.0  # for a worker that gets no processor time at all, or was stopped
-_LENGTH_BYTES = 4
 _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
 _OTHER_TEMPLATE = "give the model another chat template (chat_template.jinja in its folder)"
 _FIX = f"send a shorter conversation, or {_OTHER_TEMPLATE}"
@@ -93,9 +93,8 @@ class TemplateWorker:
     def _ask(self, question: bytes) -> dict[str, str]:
         try:
             link = self._link or self._start()
-            link.sendall(len(question).to_bytes(_LENGTH_BYTES) + question)
-            length = int.from_bytes(_read_exactly(link, _LENGTH_BYTES))
-            return msgspec.json.decode(_read_exactly(link, length), type=dict[str, str])
+            link.sendall(frame(question))
+            return msgspec.json.decode(read_frame(link), type=dict[str, str])
         except TimeoutError:
             self.close()
             raise EngineError(
@@ -128,16 +127,6 @@ class TemplateWorker:
                 f"the chat template takes more than {MAX_CPU_S:g} s of processor time for these messages", fix=_FIX
             )
         return EngineError(f"the process that renders the chat template has ended ({code})", fix="try again")
-
-
-def _read_exactly(link: socket.socket, size: int) -> bytearray:
-    read = bytearray()
-    while len(read) < size:
-        part = link.recv(min(size - len(read), 1 << 20))
-        if not part:
-            raise EOFError
-        read += part
-    return read
 
 
 def _start_process(link: int) -> subprocess.Popen[bytes]:
@@ -189,7 +178,7 @@ def _refuse(message: str) -> NoReturn:
 _compiled = lru_cache(8)(compile_template)
 
 
-def _answer(question: bytes) -> bytes:
+def _answer(question: bytearray) -> bytes:
     try:
         asked = msgspec.json.decode(question)
         template = _compiled(asked["source"])
@@ -220,13 +209,14 @@ def _work() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # it has nothing to write but its socket
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a server that ignores it would pass that on
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C goes to the whole group; the server ends this process
-    with socket.socket(fileno=sys.stdin.fileno()) as link, link.makefile("rb") as questions:
-        while length := int.from_bytes(questions.read(_LENGTH_BYTES)):
-            question = questions.read(length)
+    # EOFError: the server is gone
+    with socket.socket(fileno=sys.stdin.fileno()) as link, contextlib.suppress(EOFError):
+        while True:
+            question = read_frame(link)
             signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # at its end the kernel ends the process
             answer = _answer(question)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            link.sendall(len(answer).to_bytes(_LENGTH_BYTES) + answer)
+            link.sendall(frame(answer))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from treadle import __version__
 from treadle.errors import ConfigError, ProcessDied, TreadleError, as_path_error, as_user_error
-from treadle.parent import PARENT_VARIABLE, end_with_parent
 
 if TYPE_CHECKING:
     from treadle.config import RunConfig
@@ -55,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from treadle.config.load import suggest
 
         sys.exit(_complain(f"unknown verb '{verb}'; {suggest(verb, VERBS) or 'see treadle --help'}"))
+    from treadle.background import end_with_parent
     from treadle.watch.stacks import listen_for_signal
 
     listen_for_signal()
@@ -383,6 +383,7 @@ def _overview() -> str:
 
 def _with_flags_of(verb: str, error: TreadleError, words: list[str]) -> str:
     """The error message, with flags as the user typed them; those of `run` in a process that the launcher started."""
+    from treadle.background import PARENT_VARIABLE
     from treadle.config.advice import VERB_OF_SECTION, as_flags_of
 
     if isinstance(error, ProcessDied):  # it quotes the end of a log

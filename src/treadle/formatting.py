@@ -1,10 +1,17 @@
-"""Format numbers, durations, paths, and commands for terminal output and reports."""
+"""Format numbers, durations, paths, commands and the results of checks for terminal output and reports."""
 
 from __future__ import annotations
 
 import shutil
 import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def near(path: str | Path) -> str:
@@ -81,3 +88,47 @@ def one_line(text: str, width: int) -> str:
     flat = " ".join(text.split())
     flat = "".join(character for character in flat if character.isprintable())
     return flat if len(flat) <= width else flat[: width - 1] + "…"
+
+
+# ---- results of checks (`doctor`, `validate`)
+
+Verdict = Literal["ok", "warning", "problem"]
+_COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
+_WIDEST_NAME = 28
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`remedy`: the command or the change that fixes it. A skipped check is ok, and `found` says so."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    remedy: str = ""
+
+
+def problems(findings: Sequence[Finding]) -> list[str]:
+    """The names of the checks with problems."""
+    return [finding.name for finding in findings if finding.verdict == "problem"]
+
+
+def show_findings(findings: Sequence[Finding], console: Console, *, verbose: bool) -> None:
+    """Print the checks that are not ok, then "1 problem, 2 warnings, 19 checks ok"; `verbose`: print all, in order."""
+    from rich.table import Table
+    from rich.text import Text
+
+    listed = findings if verbose else [finding for finding in findings if finding.verdict != "ok"]
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(max_width=_WIDEST_NAME, overflow="fold")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in listed:
+        remedy = f"\n-> {finding.remedy}" if finding.remedy else ""
+        verdict = Text(finding.verdict, style=_COLOURS[finding.verdict])
+        table.add_row(Text(finding.name), verdict, Text(finding.found + remedy))
+    if listed:
+        console.print(table)
+    num = Counter(finding.verdict for finding in findings)
+    wrong = [counted(num[verdict], verdict) for verdict in ("problem", "warning") if num[verdict]]
+    summary = ", ".join([*wrong, f"{counted(num['ok'], 'check')} ok"])
+    console.print(summary + ("" if verbose else " (--verbose lists them)"), highlight=False)

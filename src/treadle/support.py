@@ -1,4 +1,4 @@
-"""Table of what is supported: versions, model families, and the modes by which weights reach the engine.
+"""Table of what is supported: versions, model families, number formats, modes of weight sync.
 
 Settings, plan, doctor, engine, export and their errors read it; tests/unit/docs/test_support.py compares the docs and
 pyproject.toml with it. Versions of torch and transformers are those of the package's own requirements (pyproject.toml),
@@ -7,9 +7,11 @@ which doctor reads from its metadata.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
@@ -100,3 +102,28 @@ MATRIX_MODES: Mapping[str, Mapping[str, str | bool]] = MappingProxyType({
     "reload": {"weight_bridge_mode": "reload"},
     "delta": {"weight_bridge_mode": "delta"},
 })  # fmt: skip
+
+
+# ---- number formats of this machine's processor
+
+_CPUINFO = Path("/proc/cpuinfo")
+_FLAG_LINES = ("flags", "Features")  # as Linux calls them on x86 and on ARM
+# Processors that multiply bf16 numbers by themselves. On others torch takes detours, on some hundreds of times as long
+# as for float32.
+FAST_BF16 = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
+
+
+@functools.cache
+def processor_flags() -> frozenset[str]:
+    """Feature flags of /proc/cpuinfo; empty where there is no such file, as on a Mac."""
+    try:
+        lines = _CPUINFO.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith(_FLAG_LINES)), "").split())
+
+
+def fast_dtype(device: str) -> str:
+    """The number format to serve and train in where nobody names one."""
+    is_slow = device.partition(":")[0] == "cpu" and not FAST_BF16 & processor_flags()
+    return "float32" if is_slow else "bfloat16"

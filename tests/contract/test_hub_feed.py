@@ -163,7 +163,7 @@ def test_errors_distinguish_a_hanging_hub_from_a_missing_one():
         seen.append((wait.wanted.what, wait.problem, wait.fix))
         if len(seen) == 1:
             listener.close()
-        if "ConnectError" in wait.problem:
+        if "refused" in wait.problem:
             raise KeyboardInterrupt
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -173,7 +173,7 @@ def test_errors_distinguish_a_hanging_hub_from_a_missing_one():
             feed.register(registration())
     assert seen[0] == (
         f"the hub at {url}",
-        "it takes connections, and has not answered within 0.3 s",
+        "no answer within 0.3 s",
         f"see its log, or ask: treadle doctor --hub {url}",
     )
     assert seen[-1][2] == "start it with `treadle hub`, or name another with --hub-url"

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.e2e.runs import metrics_of, run_treadle
-from treadle.processor import fast_dtype
+from treadle.support import fast_dtype
 
 
 @pytest.mark.default_job

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from treadle.clock import LONGEST_STEP_S, _AwakeClock
+from treadle.background import LONGEST_STEP_S, _AwakeClock
 
 
 def test_a_process_that_never_reads_its_clock_is_awake() -> None:

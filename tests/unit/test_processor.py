@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from treadle import processor
+from treadle import support
 
 X86 = "processor\t: 0\nmodel name\t: Intel(R) Xeon(R)\nflags\t\t: fpu avx512f {}\n"
 ARM = "processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp asimd {}\n"
@@ -13,10 +13,10 @@ ARM = "processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp asimd {}\n"
 @pytest.fixture
 def cpuinfo(tmp_path, monkeypatch):
     file = tmp_path / "cpuinfo"
-    monkeypatch.setattr(processor, "_CPUINFO", file)
-    processor.processor_flags.cache_clear()
+    monkeypatch.setattr(support, "_CPUINFO", file)
+    support.processor_flags.cache_clear()
     yield file
-    processor.processor_flags.cache_clear()
+    support.processor_flags.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -31,10 +31,10 @@ def cpuinfo(tmp_path, monkeypatch):
 )
 def test_bf16_is_for_processors_that_multiply_it(cpuinfo, text, dtype):
     cpuinfo.write_text(text)
-    assert processor.fast_dtype("cpu") == dtype
-    assert processor.fast_dtype("cuda:0") == "bfloat16"
+    assert support.fast_dtype("cpu") == dtype
+    assert support.fast_dtype("cuda:0") == "bfloat16"
 
 
 def test_an_unknown_processor_computes_in_float32(cpuinfo):
-    assert processor.fast_dtype("cpu") == "float32"
-    assert processor.fast_dtype("mps") == "bfloat16"
+    assert support.fast_dtype("cpu") == "float32"
+    assert support.fast_dtype("mps") == "bfloat16"

@@ -70,7 +70,7 @@ class Served:
     def __init__(self, config: EngineConfig) -> None:
         from treadle.engines.api import create_app, engine_access
         from treadle.engines.vllm import start_vllm
-        from treadle.net.listening import take_port
+        from treadle.net.address import take_port
 
         config = with_little_memory(config)
         self.folder = Path(config.model)

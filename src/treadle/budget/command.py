@@ -31,7 +31,7 @@ from treadle.config.schema import RunConfig, has_vllm
 from treadle.envs.base import load_environment
 from treadle.errors import ConfigError, ModelError, TreadleError
 from treadle.formatting import gigabytes
-from treadle.processor import fast_dtype
+from treadle.support import fast_dtype
 
 LESS = 0.75  # of the planned peak, for a run that ran out of memory
 

@@ -20,8 +20,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from treadle.engines.vllm.command import Installation
-from treadle.findings import Finding
-from treadle.formatting import gigabytes
+from treadle.formatting import Finding, gigabytes
 from treadle.support import PYTHON, VLLM
 
 OWN_EXTRAS = ("train",)
@@ -196,7 +195,7 @@ _FALSE = ("", "0", "false", "no", "off")
 
 
 def check_cpu(num_cores: int, flags: frozenset[str], *, has_gpu: bool) -> Finding:
-    """Without bf16 instructions a run on the CPU uses float32 (processor.py), which is slower."""
+    """Without bf16 instructions a run on the CPU uses float32 (support.fast_dtype), which is slower."""
     name = f"{num_cores} core{'s' if num_cores != 1 else ''}, {platform.machine()}"
     if "amx_bf16" in flags:
         return Finding("CPU", "ok", f"{name}, AMX (fast bf16)")

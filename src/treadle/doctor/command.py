@@ -23,19 +23,19 @@ from treadle.doctor.live import NUM_LINES, check_engine, check_hub, check_logs
 from treadle.doctor.survey import check_cuda_sharing, check_memory_sharing, try_sharing
 from treadle.engines.vllm.command import Installation, find_vllm
 from treadle.errors import ConfigError, MissingExtra
-from treadle.findings import Finding, problems, show
+from treadle.formatting import Finding, problems, show_findings
 from treadle.launch.folder import is_run_live, nearest_existing, resume_advice
 from treadle.launch.machine import SHARED_MEMORY, count_cores
 from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER, server_addresses
 from treadle.launch.supervisor import tail_of
+from treadle.net.address import shown_url
 from treadle.net.connections import HttpLimits
 from treadle.net.probe import ServerProbe
 from treadle.net.tokens import HUB_TOKEN_VARIABLE as HUB_TOKEN
 from treadle.net.tokens import MIN_TOKEN_CHARS, ClientRole, client_token
-from treadle.net.urls import shown_url
-from treadle.processor import processor_flags
 from treadle.report.history import check_is_run, reader_of
 from treadle.report.summary import load_summary
+from treadle.support import processor_flags
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN
 
 Report = Callable[[str], None]
@@ -69,7 +69,7 @@ def diagnose(
         checks = [asdict(finding) for finding in findings]
         print(json.dumps({"ok": not problems(findings), "checks": checks}, indent=2))
     else:
-        show(findings, console or Console(), verbose=verbose)
+        show_findings(findings, console or Console(), verbose=verbose)
     return 1 if problems(findings) else 0
 
 

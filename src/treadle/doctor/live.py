@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from treadle.findings import Finding, Verdict
-from treadle.formatting import one_line
+from treadle.formatting import Finding, Verdict, one_line
 from treadle.launch.monitor import read_processes
 from treadle.net.probe import ProbeAnswer, ServerProbe
 from treadle.watch.describe import describe_problems
@@ -32,7 +31,7 @@ def check_hub(hub: ServerProbe) -> list[Finding]:
         if answer.status != 200:
             return [*checks, _unreachable(hub, answer, path)]
     checks.append(Finding("batches", "ok", str(explained.values.get("reason", ""))))
-    return [*checks, *check_processes(read_processes(processes.body))]
+    return [*checks, *check_processes(read_processes(processes.content))]
 
 
 def check_processes(standings: list[ProcessStanding]) -> list[Finding]:

@@ -25,7 +25,7 @@ import psutil  # type: ignore[import-untyped]
 
 from treadle.doctor.checks import ClockFacts, DriverFacts, LocalModel, Packages, TorchFacts, expandable_segments
 from treadle.errors import MissingExtra
-from treadle.findings import Finding
+from treadle.formatting import Finding
 from treadle.launch.machine import is_port_busy
 from treadle.launch.supervisor import describe_exit
 

@@ -35,7 +35,7 @@ from treadle.engines.sampling import sample, token_logprobs, uniforms
 from treadle.engines.tokenizer import IncrementalDetokenizer, ModelTokenizer
 from treadle.errors import ModelError, is_out_of_memory
 from treadle.loading import choose_device, choose_matmul_backend, loading_options
-from treadle.processor import fast_dtype
+from treadle.support import fast_dtype
 from treadle.sync.layout import Layout
 from treadle.sync.shared_memory import share_parameters
 from treadle.wire.groups import common_prefix

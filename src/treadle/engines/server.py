@@ -23,8 +23,8 @@ from treadle.engines.models import resolve_model
 from treadle.errors import EngineError, TreadleError, is_out_of_memory, require
 from treadle.log import get_logger
 from treadle.net.access import Access
+from treadle.net.address import take_port
 from treadle.net.connections import HttpLimits
-from treadle.net.listening import take_port
 from treadle.net.server import serve_until_stopped
 from treadle.sync.shared_memory import bridge_file_path, claimed, is_switched_on
 from treadle.watch.waits import Wait, Waits, WaitSpec

@@ -23,7 +23,7 @@ from treadle.envs.engine_client import Completion, EngineResult
 from treadle.envs.engine_pool import InferenceClient
 from treadle.envs.rollout import EnvContext, roll_one
 from treadle.envs.scoring import Judge
-from treadle.findings import Finding, Verdict
+from treadle.formatting import Finding, Verdict
 
 Kind = Literal["right", "empty", "constant", "another", "every", "garbage", "unicode", "very long"]
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import msgspec
 
 from treadle.config.env import ServerConfig
-from treadle.envs.transport import Peer, RetryPolicy
+from treadle.envs.transport import Peer
 from treadle.errors import ConfigError, EngineError
-from treadle.net.client import HttpClient
-from treadle.net.urls import shown_url
+from treadle.net.address import shown_url
+from treadle.net.client import HttpClient, RetryPolicy
 from treadle.watch.waits import Waits, WaitSpec
 from treadle.wire.bridge import TOKEN_VARIABLE
 from treadle.wire.generate import EngineHealth, GenerateAnswer, GenerateRequest, Wave

@@ -18,12 +18,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
-from treadle.clock import awake_s
+from treadle.background import awake_s
 from treadle.config.env import ServerConfig
 from treadle.envs.engine_client import EngineAway, EngineClient, EngineResult, ServedModel
-from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, EngineError
 from treadle.log import get_logger
+from treadle.net.client import RetryPolicy
 from treadle.sync.model_folders import PUBLISHED_PREFIXES
 from treadle.watch.waits import Waits, WaitSpec
 from treadle.wire.generate import EngineHealth

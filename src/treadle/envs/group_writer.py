@@ -41,8 +41,8 @@ from treadle.envs.rollout import (
     roll_group,
     show_progress,
 )
-from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, TreadleError
+from treadle.net.client import RetryPolicy
 from treadle.store.browse import PREVIEW_CHARS, GroupSummary
 
 DEFAULT_NUM_GROUPS = 16

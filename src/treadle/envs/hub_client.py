@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from treadle.envs.transport import Peer, RetryPolicy, message_of
+from treadle.envs.transport import Peer
 from treadle.errors import HubError
 from treadle.log import get_logger
-from treadle.net.client import HttpClient
+from treadle.net.address import is_loopback, shown_url
+from treadle.net.client import HttpClient, RetryPolicy
 from treadle.net.tokens import HUB_TOKEN_VARIABLE
-from treadle.net.urls import is_loopback, shown_url
 from treadle.watch.waits import Wait, Waits, WaitSpec
 from treadle.wire.groups import BINARY_TYPE, ScoredGroup, join_groups, pack_group
 from treadle.wire.hub import BatchInfo, EnvStanding, Progress, RegisteredEnv, RegisterEnv
@@ -121,7 +121,7 @@ class HubClient(AbstractAsyncContextManager["HubClient"]):
             )
             if response.http.status == _CONFLICT:
                 # After a restart the same prompts may get other completions. The first delivery stands.
-                log.warning("groups_were_already_accepted", key=part_key, hub_says=message_of(response.http))
+                log.warning("groups_were_already_accepted", key=part_key, hub_says=response.http.message)
             else:
                 self._peer.read(response, dict[str, Any])
 

@@ -22,9 +22,9 @@ from treadle.envs.rollout import EnvContext, show_progress
 from treadle.envs.scoring import Judge, reward_pool
 from treadle.envs.serving.report import EnvMonitor
 from treadle.envs.serving.runner import run
-from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, ProcessDied
 from treadle.log import get_logger
+from treadle.net.client import RetryPolicy
 from treadle.watch.watchdog import Watchdog
 
 log = get_logger("env")

@@ -21,7 +21,7 @@ from treadle.envs.rewards.addresses import describe
 from treadle.envs.rollout import show_progress
 from treadle.envs.scoring import Judge, reward_pool
 from treadle.errors import TreadleError
-from treadle.findings import Finding, problems, show
+from treadle.formatting import Finding, problems, show_findings
 
 _MAX_WITH_TURNS = 10  # items: a rollout of several turns may start programs
 _MAX_FAILURES = 10  # more would show the same problem
@@ -69,7 +69,7 @@ async def validate_task(
     wrong = problems(findings)
     said = f"is not fit to be trained on: {', '.join(wrong)}" if wrong else "is fit to be trained on"
     console = console or Console()
-    show(findings, console, verbose=verbose)
+    show_findings(findings, console, verbose=verbose)
     console.print(f"'{env.own_name}' {said}")
     return int(bool(wrong))
 

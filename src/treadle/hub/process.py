@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from treadle.clock import awake_s
+from treadle.background import awake_s
 from treadle.config.schema import HubConfig
 from treadle.faults import reach
 from treadle.hub.atropos_routes import AtroposRoutes
@@ -43,8 +43,8 @@ from treadle.hub.own_routes import OwnRoutes
 from treadle.hub.state import HubState, explain
 from treadle.log import get_logger
 from treadle.net.access import Access, Guard
+from treadle.net.address import take_port
 from treadle.net.connections import HttpLimits
-from treadle.net.listening import take_port
 from treadle.net.server import serve_until_stopped
 from treadle.store import StorageFailed, Store, groups, runs, set_aside
 from treadle.watch.waits import Waits

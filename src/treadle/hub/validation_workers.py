@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import socket
 import sys
@@ -21,15 +20,15 @@ from typing import Any
 
 import msgspec
 
-from treadle.clock import awake_s
+from treadle.background import awake_s
 from treadle.hub.admission import Admitted, ValidationRequest, admit
 from treadle.hub.messages import Refused
 from treadle.log import get_logger
-from treadle.net.frames import LENGTH, read_exactly, read_length
+from treadle.net.workers import WorkerPool, WorkerProcess, frame, read_frame
 
 # ---- in the worker
 
-EMPTY = LENGTH.pack(0)
+EMPTY = frame(b"")
 
 
 class ValidationResult(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -65,15 +64,12 @@ def main(fd: int) -> None:
         line.sendall(EMPTY)
         with contextlib.suppress(EOFError):  # the hub is gone
             while True:
-                request_bytes, body_bytes = read_length(line), read_length(line)
-                request = REQUESTS.decode(read_exactly(line, request_bytes))
-                body = read_exactly(line, body_bytes)
+                request, body = REQUESTS.decode(read_frame(line)), read_frame(line)
                 line.sendall(EMPTY)
                 signal.setitimer(signal.ITIMER_PROF, request.max_cpu_s)
                 result = msgspec.msgpack.encode(validate(body, request))
                 signal.setitimer(signal.ITIMER_PROF, 0.0)
-                line.sendall(LENGTH.pack(len(result)))
-                line.sendall(result)
+                line.sendall(frame(result))
 
 
 if __name__ == "__main__":
@@ -87,12 +83,10 @@ REQUESTS_PER_WORKER = 2  # the one that it validates, and the next
 MAX_DEATHS = 2  # workers that may die of one body before it is refused
 QUEUE_TIMEOUT_S = 30.0  # longest wait for a free worker; then the client is asked to retry
 SILENT_S = 60.0  # a busy worker that sends nothing for this long hangs; the largest body takes a few seconds
-RESTART_DELAY_S = 0.5  # after a worker could not be started
-SOCKET_BUFFER_BYTES = 2**20
 log = get_logger("hub")
 
 
-class ValidationWorkers:
+class ValidationWorkers(WorkerPool["_Worker"]):
     """`await validators.admit(body, request)` -> the checked groups, or `Refused`.
 
     A worker that dies (out of memory, killed) is replaced, and another takes over its requests. Only the body that it
@@ -100,19 +94,8 @@ class ValidationWorkers:
     """
 
     def __init__(self, num_workers: int) -> None:
-        self._num_workers = num_workers
+        super().__init__(num_workers)
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
-        self._slots: list[asyncio.Task[None]] = []
-        self.running: set[_Worker] = set()
-
-    async def start(self) -> None:
-        """Start the workers in the background."""
-        self._slots = [asyncio.create_task(self._keep_running()) for _ in range(self._num_workers)]
-
-    async def close(self) -> None:
-        for slot in self._slots:
-            slot.cancel()
-        await asyncio.gather(*self._slots, return_exceptions=True)
 
     async def admit(self, body: bytes | bytearray, request: ValidationRequest) -> Admitted:
         if not request.is_gzip and len(body) < INLINE_BYTES:
@@ -123,7 +106,7 @@ class ValidationWorkers:
             try:
                 result = await worker.validate(body, request)
             except WorkerDied as died:
-                if died.while_reading and await _end(worker.process) == -signal.SIGPROF:
+                if died.while_reading and await worker.end() == -signal.SIGPROF:
                     detail = f"the body takes more than {request.max_cpu_s:g} s to check: send fewer groups at once"
                     raise Refused(413, detail, reason="too_costly") from None
                 num_deaths += died.while_reading
@@ -140,30 +123,23 @@ class ValidationWorkers:
             async with asyncio.timeout(QUEUE_TIMEOUT_S):
                 while True:
                     worker = await self._idle.get()
-                    if worker in self.running:  # not one that died meanwhile
+                    if worker in self.workers:  # not one that died meanwhile
                         return worker
         except TimeoutError:
             detail = "no process is free to check this: try again later"
             raise Refused(503, detail, {"Retry-After": "2"}, reason="no_worker") from None
 
-    async def _keep_running(self) -> None:
+    async def _run_slot(self) -> None:
         """Run one worker after another until the hub stops."""
         while True:
-            try:
-                worker = await _Worker.start()
-            except (OSError, EOFError) as error:
-                log.warning("validation_worker_cannot_start", problem=repr(error), again_in_s=RESTART_DELAY_S)
-                await asyncio.sleep(RESTART_DELAY_S)
-                continue
-            self.running.add(worker)
+            worker = await self._start_worker(_Worker.start)
             for _ in range(REQUESTS_PER_WORKER):
                 self._idle.put_nowait(worker)
             try:
-                await asyncio.wait([worker.reading])
-                log.warning("validation_worker_died", pid=worker.process.pid)
+                await worker.ended()
+                log.warning("validation_worker_died", pid=worker.pid)
             finally:
-                self.running.discard(worker)
-                await worker.stop()
+                await self._stop_worker(worker)
 
 
 @dataclass(eq=False)
@@ -171,68 +147,53 @@ class WorkerDied(Exception):
     while_reading: bool
 
 
-class _Worker:
+class _Worker(WorkerProcess):
     """One worker process, seen from the hub."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        self.process = process
-        self._reader = reader
-        self._writer = writer
+        super().__init__(process, reader, writer)
         self._answers: deque[asyncio.Future[ValidationResult]] = deque()
         self._has_begun = False  # whether the first of them is being validated
         self._heard_at = 0.0  # when it last sent something, or got a request while idle
-        self.reading = asyncio.create_task(self._read())  # ends with the process
+        self._reading: asyncio.Task[None]
 
     @classmethod
     async def start(cls) -> _Worker:
-        ours, theirs = socket.socketpair()
-        for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-        command = [sys.executable, "-m", "treadle.hub.validation_workers", str(theirs.fileno())]
-        with theirs:
-            # Its own session: Ctrl-C is for the hub, which still has to answer what was sent.
-            process = await asyncio.create_subprocess_exec(
-                *command, pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL, start_new_session=True
-            )
-        writer = None
-        try:
-            reader, writer = await asyncio.open_connection(sock=ours, limit=2**26)
-            await reader.readexactly(LENGTH.size)
-        except BaseException:
-            (writer or ours).close()
-            await _end(process)
-            raise
-        return cls(process, reader, writer)
+        worker = await cls._spawn("treadle.hub.validation_workers", limit_s=None)
+        worker._reading = asyncio.create_task(worker._read())
+        return worker
 
     async def validate(self, body: bytes | bytearray, request: ValidationRequest) -> ValidationResult:
-        if self.reading.done():
+        if self._reading.done():
             raise WorkerDied(while_reading=False)
         packed = msgspec.msgpack.encode(request)
         answer: asyncio.Future[ValidationResult] = asyncio.get_running_loop().create_future()
         if not self._answers:
             self._heard_at = awake_s()
         self._answers.append(answer)
-        with contextlib.suppress(OSError, RuntimeError):  # it died: the future gets WorkerDied
-            # No drain(): it would wait for ever for a worker that hangs.
-            self._writer.writelines((LENGTH.pack(len(packed)), LENGTH.pack(len(body)), packed, body))
+        self._write(packed, body)  # no drain(): it would wait for ever for a worker that hangs
         while not answer.done() and (left_s := self._heard_at + SILENT_S - awake_s()) > 0:
             await asyncio.wait([answer], timeout=left_s)
         if not answer.done():  # it hangs: the next worker shows whether the body is the cause
-            _kill(self.process)
+            self.kill()
         return await answer
+
+    async def ended(self) -> None:
+        """Returns when the process is gone."""
+        await asyncio.wait([self._reading])
 
     async def _read(self) -> None:
         """Results come in the order of the requests."""
         try:
             while True:
-                (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+                content = await self._read_frame()
                 self._heard_at = awake_s()
-                if length == 0:
+                if not content:
                     self._has_begun = True
                     continue
-                result = RESULTS.decode(await self._reader.readexactly(length))
+                result = RESULTS.decode(content)
                 self._has_begun = False
                 answer = self._answers.popleft()
                 if not answer.done():  # its client may have gone away
@@ -243,25 +204,6 @@ class _Worker:
             for place, answer in enumerate(self._answers):
                 if not answer.done():
                     answer.set_exception(WorkerDied(while_reading=self._has_begun and place == 0))
-
-    async def stop(self) -> None:
-        """Kill it: it holds no state."""
-        self.reading.cancel()
-        self._writer.close()
-        await _end(self.process)
-
-
-def _kill(process: asyncio.subprocess.Process) -> None:
-    """Without `process.kill()`: it collects the exit code of a process that has ended, and asyncio then reports 255."""
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
-
-
-async def _end(process: asyncio.subprocess.Process) -> int:
-    """Kill it if it still runs, and collect its exit code: asyncio warns of a child that outlives its event loop."""
-    _kill(process)
-    return await process.wait()
 
 
 def _outcome(result: ValidationResult) -> Admitted:

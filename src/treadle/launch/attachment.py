@@ -24,9 +24,9 @@ from treadle.config.schema import RunConfig
 from treadle.config.train import FLOAT32_LR
 from treadle.errors import ConfigError
 from treadle.launch.plan import RunTokens
+from treadle.net.address import is_loopback_host, shown_url, without_token
 from treadle.net.probe import ProbeAnswer, ServerProbe
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, role_token
-from treadle.net.urls import is_loopback_host, shown_url, without_token
 from treadle.sync.model_folders import LiveFolder, is_same_model
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
 from treadle.wire.bridge import BridgeInfo
@@ -215,7 +215,7 @@ def _ask(server: ServerProbe, health_path: str, path: str, kind: type[T], say: S
     answer = server.ask(path)
     try:
         if answer.status == 200:
-            return msgspec.json.decode(answer.body, type=kind)
+            return msgspec.json.decode(answer.content, type=kind)
     except msgspec.MsgspecError:
         pass
     raise _refused(server, path, answer)

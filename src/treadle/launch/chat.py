@@ -8,9 +8,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
+import msgspec
 
 from treadle.engines.model_folder import is_adapter
 from treadle.envs.chat_format import ChatTokenizer
@@ -20,10 +19,12 @@ from treadle.launch.machine import ANY_FREE, held_ports, port_of, read_machine_f
 from treadle.launch.plan import ProcessSpec, child_environment
 from treadle.launch.preflight import ending_on_sigterm, prepare_model
 from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
+from treadle.net.client import OK, BlockingHttpClient, NoAnswer
 from treadle.report.summary import find_result
 
 Message = dict[str, str]
 _RUNS = Path("runs")
+ANSWER_S = 600.0
 
 
 def find_model(model: str | None, runs: Path) -> Path:
@@ -49,8 +50,8 @@ def talk(model: str | None, *, message: str | None, temperature: float, max_toke
     folder = find_model(model, _RUNS)
     tokenizer = ChatTokenizer.load(folder)
     try:
-        with ending_on_sigterm(), running_engine(folder) as http:
-            chat = ChatSession(http, tokenizer, temperature, max_tokens)
+        with ending_on_sigterm(), running_engine(folder) as url:
+            chat = ChatSession(url, tokenizer, temperature, max_tokens)
             if message is not None:
                 print(chat.answer([{"role": "user", "content": message}]))
             else:
@@ -62,8 +63,8 @@ def talk(model: str | None, *, message: str | None, temperature: float, max_toke
 
 
 @contextlib.contextmanager
-def running_engine(model_folder: Path) -> Iterator[httpx.Client]:
-    """A client of an engine that serves `model_folder` until the block ends."""
+def running_engine(model_folder: Path) -> Iterator[str]:
+    """The URL of an engine that serves `model_folder` until the block ends."""
     with contextlib.ExitStack() as opened:
         listeners = opened.enter_context(held_ports({"engine": ("127.0.0.1", ANY_FREE)}))
         facts = read_machine_facts({name: port_of(listener) for name, listener in listeners.items()})
@@ -79,28 +80,29 @@ def running_engine(model_folder: Path) -> Iterator[httpx.Client]:
         sys.stderr.write("starting the engine...\n")
         with stop.listening():
             supervisor.start([ProcessSpec("engine", argv, environment, log_path, f"{url}/health", 900.0)])
-        yield opened.enter_context(httpx.Client(base_url=url, timeout=600, trust_env=False))
+        yield url
         log_path.unlink(missing_ok=True)  # kept after an error, because the message names it
 
 
 class ChatSession:
-    """Sends conversations to the engine."""
+    """Sends conversations to the engine, from any thread."""
 
-    def __init__(self, http: httpx.Client, tokenizer: ChatTokenizer, temperature: float, max_tokens: int) -> None:
-        self._http = http
+    def __init__(self, url: str, tokenizer: ChatTokenizer, temperature: float, max_tokens: int) -> None:
+        self._engine = BlockingHttpClient(url, timeout_s=ANSWER_S)
         self._tokenizer = tokenizer
         self._sampling = {"temperature": temperature, "max_tokens": max_tokens, "logprobs": 0}
 
     def answer(self, messages: list[Message]) -> str:
         prompt = {"prompt_token_ids": self._tokenizer.encode_chat(messages)}
         try:
-            response = self._http.post("/generate", json={"prompt": prompt, **self._sampling})
-        except httpx.HTTPError as error:
-            raise EngineError(f"the engine did not answer: {error!r}") from None
-        if response.status_code != httpx.codes.OK:
-            raise EngineError(f"the engine refused (status {response.status_code}): {response.text[:300]}")
-        body: dict[str, Any] = response.json()
-        return str(body["text"][0]).strip()
+            answer = self._engine.request(
+                "POST", "/generate", body=msgspec.json.encode({"prompt": prompt, **self._sampling})
+            )
+        except NoAnswer as error:
+            raise EngineError(f"the engine did not answer: {error}") from None
+        if answer.status != OK:
+            raise EngineError(f"the engine refused (status {answer.status}): {answer.message[:300]}")
+        return str(answer.values["text"][0]).strip()
 
 
 def _converse(chat: ChatSession) -> None:

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
-import httpx
+import aiohttp
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -53,11 +53,11 @@ from treadle.launch.run_hubs import (
 from treadle.launch.top import find_run, watch_url
 from treadle.launch.view import RunPage
 from treadle.net.access import Access, AccessRules, Guard
-from treadle.net.listening import HANDED_FD
+from treadle.net.address import HANDED_FD, shown_url, url_to, without_token
+from treadle.net.client import NoAnswer, PooledHttpClient
 from treadle.net.probe import answers_ok
 from treadle.net.server import serve_until_stopped
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, bearer_headers
-from treadle.net.urls import shown_url, url_to, without_token
 from treadle.report.summary import load_summary
 
 DEFAULT_PORT = HubConfig().port
@@ -202,9 +202,9 @@ def open_start_page(folder: Path, idle_s: float = IDLE_S) -> Iterator[Starlette]
 class ForwardedData(StreamingResponse):
     """Status and data from a hub, with the headers of this server; releases the hub when everything is sent."""
 
-    def __init__(self, answer: httpx.Response, media_type: str, opened: contextlib.AsyncExitStack) -> None:
+    def __init__(self, answer: aiohttp.ClientResponse, media_type: str, opened: contextlib.AsyncExitStack) -> None:
         headers = HEADERS | {"Cache-Control": "no-store", "Content-Type": media_type}
-        super().__init__(answer.aiter_raw(), answer.status_code, headers)
+        super().__init__(answer.content.iter_any(), answer.status, headers)
         self._opened = opened
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -217,7 +217,9 @@ class StartPage:
         self._runs = runs
         self._hubs = hubs
         self._files = StaticFiles()
-        self._client = httpx.AsyncClient(timeout=httpx.Timeout(30.0, read=None), trust_env=False)  # events may be rare
+        self._client = PooledHttpClient(
+            "", timeout_s=None, connect_timeout_s=30.0, trust_env=False
+        )  # events may be rare
 
     def app(self) -> Starlette:
         routes = {
@@ -230,8 +232,8 @@ class StartPage:
         @contextlib.asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
             watch = asyncio.create_task(self._hubs.watch())
-            async with self._client:
-                yield
+            yield
+            await self._client.close()
             watch.cancel()
 
         return Starlette(
@@ -270,15 +272,14 @@ class StartPage:
                 hub = await opened.enter_async_context(self._hubs.use(self._runs.folder / name))
                 # The guard of this server has checked the token of the browser.
                 headers |= bearer_headers(hub.token) | {"accept-encoding": "identity"}
-                asked = self._client.build_request("GET", f"{hub.url}/{path}{query}", headers=headers)
-                answer = await self._client.send(asked, stream=True)
+                stream = self._client.stream("GET", f"{hub.url}/{path}{query}", headers=headers)
+                answer = await opened.enter_async_context(stream)
             except ConfigError as error:
                 raise PageError(404, str(error)) from None
-            except httpx.TransportError as error:
-                raise PageError(502, f"the hub of {name} does not answer: {error!r}") from None
-            opened.push_async_callback(answer.aclose)
+            except NoAnswer as error:
+                raise PageError(502, f"the hub of {name} does not answer: {error}") from None
             file = FILE.fullmatch(path)
-            if file is not None and answer.is_success:
+            if file is not None and 200 <= answer.status < 300:
                 response = self._files.answer(request, file["name"] or INDEX)
             else:
                 media_type = answer.headers.get("content-type", "").partition(";")[0].strip().lower()

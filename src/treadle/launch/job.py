@@ -48,8 +48,8 @@ from treadle.launch.preflight import (
 )
 from treadle.launch.supervisor import KILLED, Stopped, StopRequest, Supervisor
 from treadle.launch.view import RunPage, Screen, ViewState, choose_view, current_phase
+from treadle.net.address import shown_url, without_token
 from treadle.net.probe import answers_ok, get_json
-from treadle.net.urls import shown_url, without_token
 from treadle.report.history import HistoryReader, check_is_run, reader_of
 from treadle.report.summary import (
     Outcome,

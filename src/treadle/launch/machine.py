@@ -17,8 +17,8 @@ from pathlib import Path
 
 from treadle.config.schema import may_use_gpu
 from treadle.errors import PortInUse
-from treadle.net.listening import take_port
-from treadle.processor import fast_dtype
+from treadle.net.address import take_port
+from treadle.support import fast_dtype
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - memory, not a temporary file
 _SHARED_MEMORY_MIN_BYTES = 1e9

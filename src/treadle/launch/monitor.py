@@ -19,12 +19,12 @@ from pathlib import Path
 import msgspec
 import psutil  # type: ignore[import-untyped]
 
-from treadle.clock import awake_s
+from treadle.background import awake_s
 from treadle.config.advice import as_flags_of
 from treadle.config.schema import SECTIONS_OF_PROCESS
 from treadle.errors import RunStalled
+from treadle.net.address import shown_url
 from treadle.net.probe import get
-from treadle.net.urls import shown_url
 from treadle.watch.describe import SHOWN_AFTER_S, SILENT_AFTER_S, describe_now, describe_problems, describe_wait
 from treadle.watch.stacks import SIGNAL
 from treadle.wire.hub import GENERATED_TOKENS, Processes, ProcessStanding

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from treadle.background import PARENT_VARIABLE
 from treadle.config.advice import as_flags_of
 from treadle.config.env import DEFAULT_MAX_AGE, folder_of, labels_of, process_of
 from treadle.config.keys import choose_steps, explicit_keys, longest_sequence, value_of, with_values
@@ -23,9 +24,8 @@ from treadle.config.secret_settings import secret_variable
 from treadle.config.train import FLOAT32_LR, TrainConfig
 from treadle.errors import ConfigError
 from treadle.launch.machine import SHARED_MEMORY, MachineFacts
+from treadle.net.address import is_loopback_host, url_to, without_token
 from treadle.net.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, ClientRole, role_token
-from treadle.net.urls import is_loopback_host, url_to, without_token
-from treadle.parent import PARENT_VARIABLE
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
 
 CONFIG_FILE = "config.json"

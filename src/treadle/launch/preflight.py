@@ -30,8 +30,8 @@ from treadle.launch.attachment import merge_addresses
 from treadle.launch.folder import check_disk_space
 from treadle.launch.machine import Listeners, held_ports
 from treadle.launch.plan import RunTokens, server_addresses
+from treadle.net.address import shown_url
 from treadle.net.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, read_secret
-from treadle.net.urls import shown_url
 from treadle.store.file import real_path, refuse_locked
 from treadle.sync.model_folders import find_model
 from treadle.train.requirements import check_trainer

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
+from yarl import URL
 
 from treadle.config.load import load_run, parse
 from treadle.config.schema import HubConfig, RunConfig
@@ -22,9 +22,8 @@ from treadle.formatting import near, program
 from treadle.launch.folder import is_run_live
 from treadle.launch.machine import port_of
 from treadle.launch.plan import CONFIG_FILE
-from treadle.net.listening import HANDED_FD, take_port
+from treadle.net.address import HANDED_FD, is_loopback_host, take_port, url_to
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, role_token
-from treadle.net.urls import is_loopback_host, url_to
 
 LOOPBACK = "127.0.0.1"
 MAX_HUBS = 4  # open hubs of finished runs; the least recently used one is ended
@@ -185,16 +184,16 @@ def _not_forwarded(config: RunConfig) -> PageError:
 
 
 def origin_of(url: str) -> str:
-    """`http://HOST:PORT` without path, token or user, as httpx parses it; "" if it is not an HTTP URL."""
+    """`http://HOST:PORT` without path, token or user, as aiohttp parses it; "" if it is not an HTTP URL."""
     try:
-        parts = httpx.URL(url)
-    except httpx.InvalidURL:
+        parts = URL(url)
+        return str(parts.origin()) if parts.scheme in ("http", "https") else ""
+    except ValueError:
         return ""
-    return f"{parts.scheme}://{parts.netloc.decode()}" if parts.scheme in ("http", "https") and parts.host else ""
 
 
 def is_on_loopback(origin: str) -> bool:
-    return is_loopback_host(httpx.URL(origin).host)
+    return is_loopback_host(URL(origin).host or "")
 
 
 def observer_token() -> str:

@@ -19,11 +19,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, MappingProxyType
 
-from treadle.clock import awake_s
+from treadle.background import awake_s
 from treadle.errors import ProcessDied, TreadleError, UserError
 from treadle.launch.machine import Listeners
 from treadle.launch.plan import ProcessSpec
-from treadle.net.listening import HANDED_FD
+from treadle.net.address import HANDED_FD
 from treadle.net.probe import answers_ok
 
 # Order of waiting for the end of processes, and seconds for each; what is left then is killed. The trainer has the

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from rich.console import Console
 
-from treadle.clock import awake_s
+from treadle.background import awake_s
 from treadle.config.load import load_run
 from treadle.config.schema import RunConfig
 from treadle.errors import ConfigError
@@ -23,9 +23,9 @@ from treadle.launch.monitor import RunMonitor
 from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER
 from treadle.launch.view import View, ViewState, choose_view, current_phase, draw
 from treadle.log import get_logger
+from treadle.net.address import shown_url, without_token
 from treadle.net.probe import get_json
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, client_token
-from treadle.net.urls import shown_url, without_token
 from treadle.report.history import HistoryReader, check_is_run, reader_of
 from treadle.report.summary import Summary, load_summary, result_in_words
 

@@ -1,1 +1,1 @@
-"""HTTP servers and clients, access tokens, frames between processes, Prometheus text."""
+"""HTTP servers and clients, access tokens, worker processes, Prometheus text."""

@@ -23,8 +23,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treadle.errors import ConfigError
+from treadle.net.address import Address, is_loopback_address, is_loopback_host, parse_address, plain_address
 from treadle.net.tokens import CLIENT_ROLES, Role, read_secret, role_token
-from treadle.net.urls import Address, is_loopback_address, is_loopback_host, parse_address, plain_address
 
 NAME_LOOKUP_S = 0.3  # a name server that does not answer must not hold up the start
 CLIENTS: frozenset[Role] = frozenset(CLIENT_ROLES)
@@ -309,15 +309,12 @@ def _known_names(rules: AccessRules) -> Set[str]:
             fix = f"write names without scheme and port: --allowed-hosts {rules.process}.example.org,{rules.process}"
             raise ConfigError(f"{name!r} in --allowed-hosts is not a host name", fix=fix)
     names = _own_names()
-    # Web pages can call 0.0.0.0 and [::] without being marked as such, and no client has to: they mean any address.
-    names.update(
-        _canonical(name) for name in ("localhost", rules.host, *further) if name and not _is_any(parse_address(name))
-    )
+    for name in ("localhost", rules.host, *further):
+        address = parse_address(name)
+        # Web pages can call 0.0.0.0 and [::] without being marked as such, and no client has to: they mean any address.
+        if name and not (address is not None and plain_address(address).is_unspecified):
+            names.add(_canonical(name))
     return names
-
-
-def _is_any(address: Address | None) -> bool:
-    return address is not None and plain_address(address).is_unspecified
 
 
 def _own_names() -> set[str]:

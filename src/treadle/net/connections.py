@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from treadle.clock import awake_s
+from treadle.background import awake_s
 from treadle.log import get_logger
 
 RESERVED_FILES = 128  # for connections that are being refused, and for what the process opens later

@@ -44,7 +44,7 @@ class Family:
 
     def __init__(self, name: str, kind: str, text: str) -> None:
         self._name = name
-        self._lines = [f"# HELP {name} {_escaped_help(text)}", f"# TYPE {name} {kind}"]
+        self.lines = [f"# HELP {name} {_escaped(text)}", f"# TYPE {name} {kind}"]
 
     def add(self, value: float, labels: Labels = NONE) -> None:
         self._sample("", labels, value)
@@ -57,11 +57,8 @@ class Family:
         self._sample("_count", labels, up_to[-1][1])
 
     def _sample(self, suffix: str, labels: Labels, value: float) -> None:
-        listed = ",".join(f'{name}="{_escaped(text)}"' for name, text in labels.items())
-        self._lines.append(f"{self._name}{suffix}{f'{{{listed}}}' if listed else ''} {_number(value)}")
-
-    def lines(self) -> list[str]:
-        return self._lines
+        listed = ",".join(f'{name}="{_escaped(text, quote=True)}"' for name, text in labels.items())
+        self.lines.append(f"{self._name}{suffix}{f'{{{listed}}}' if listed else ''} {_number(value)}")
 
 
 class Page:
@@ -74,15 +71,12 @@ class Page:
         return family
 
     def text(self) -> str:
-        return "\n".join(line for family in self._families for line in family.lines()) + "\n"
+        return "\n".join(line for family in self._families for line in family.lines) + "\n"
 
 
-def _escaped(label: str) -> str:
-    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _escaped_help(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("\n", "\\n")
+def _escaped(text: str, *, quote: bool = False) -> str:
+    text = text.replace("\\", "\\\\").replace("\n", "\\n")
+    return text.replace('"', '\\"') if quote else text
 
 
 def _number(value: float) -> str:

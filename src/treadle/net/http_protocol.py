@@ -18,7 +18,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from treadle.clock import awake_s
+from treadle.background import awake_s
 from treadle.log import get_logger
 from treadle.net.connections import SMALL_BODY_BYTES, Connections, HttpRefusal
 

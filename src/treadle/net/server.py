@@ -1,4 +1,4 @@
-"""Serve an ASGI app until SIGTERM: uvicorn with limits, every client gets an answer before the end."""
+"""Serve an ASGI app until SIGTERM (uvicorn with limits); read JSON bodies and write JSON responses."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ import gc
 import math
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
 
+import msgspec
 import uvicorn
 import uvloop
+from starlette.requests import Request
+from starlette.responses import Response
 
+from treadle.errors import RequestError
 from treadle.net.connections import Connections, HttpLimits
 from treadle.net.http_protocol import protocol_of
+from treadle.wire.counting import TooMany, check_json
 
 DEFAULT_LIMITS = HttpLimits()
 
@@ -77,3 +82,47 @@ async def _serve(
         await server.serve(sockets=[listener])
     finally:
         watch.cancel()
+
+
+# ---- bodies
+
+T = TypeVar("T")
+
+
+def json_answer(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def read_json(http: Request, kind: type[T], *, max_bytes: int) -> T:
+    """The body as a `kind`; none at all reads as an empty object. What cannot be read is the sender's mistake."""
+    raw = bytearray()
+    async for chunk in http.stream():
+        raw += chunk
+        if len(raw) > max_bytes:
+            raise RequestError(f"the body is larger than {max_bytes >> 20} MiB")
+    try:
+        check_json(raw)
+        return msgspec.json.decode(raw or b"{}", type=kind)
+    except TooMany as error:
+        raise RequestError(f"the body has too many values: {error}") from None
+    except UnicodeDecodeError:
+        raise RequestError("the body is not UTF-8") from None
+    except RecursionError:
+        raise RequestError("the body is nested too deeply") from None
+    except msgspec.DecodeError as error:  # a ValidationError is one too
+        raise RequestError(str(error)) from None
+
+
+async def unless_gone(http: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """What `work` returns; it is cancelled when the client leaves before. None: nobody reads the answer."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(http.receive())  # after the body, the next message is the end of the connection
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        for task in (working, leaving):
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task

@@ -33,7 +33,7 @@ from typing import IO, Annotated, Any
 
 import msgspec
 
-from treadle.clock import awake_s
+from treadle.background import awake_s
 from treadle.errors import RequestError, SyncError
 from treadle.wire.bridge import Adopt
 

@@ -13,16 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self, TypeVar
 
-import httpx
 import msgspec
 import torch
 from torch import Tensor
 
-from treadle.clock import awake_s
 from treadle.config import TrainConfig
 from treadle.errors import ConfigError, SyncError
+from treadle.net.address import is_loopback
+from treadle.net.client import OK, BlockingHttpClient, Failure, HttpAnswer, LateAnswer, NoAnswer, Retries, RetryPolicy
 from treadle.net.tokens import bearer_headers
-from treadle.net.urls import is_loopback
 from treadle.sync.gate import PUBLISHER_HEADER, this_publisher
 from treadle.sync.layout import Layout
 from treadle.sync.model_folders import LiveFolder, is_same_model, local_folder
@@ -133,7 +132,6 @@ class Receipt:
 LOADING_S = 900.0  # a large model from a cold disk
 QUICK_S = 5.0  # for requests that an engine answers at once
 _STILL_LOADING = 503
-_MAX_QUOTED = 500
 
 T = TypeVar("T")
 
@@ -154,11 +152,12 @@ class EngineLink:
         headers = bearer_headers(token)
         if save_path is not None:
             headers[PUBLISHER_HEADER] = this_publisher(save_path).as_header()
-        self._client = httpx.Client(
-            base_url=self.url,
-            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, QUICK_S)),
-            trust_env=not is_loopback(self.url),
+        self._client = BlockingHttpClient(
+            self.url,
             headers=headers,
+            timeout_s=timeout_s,
+            connect_timeout_s=QUICK_S,
+            trust_env=not is_loopback(self.url),
         )
 
     @classmethod
@@ -176,54 +175,55 @@ class EngineLink:
 
     def wait_for(self, path: str, answer: type[T], wait_s: float = LOADING_S) -> T:
         """Like `get`, but wait for an engine that is still loading its model."""
-        deadline = awake_s() + wait_s
-        while True:
-            try:
-                response = self._client.get(path, timeout=QUICK_S)
-                reason = f"it says: {_quoted(response)}"
-            except httpx.TransportError as error:
-                response, reason = None, str(error) or type(error).__name__
-            if response is not None and response.status_code != _STILL_LOADING:
-                return self._read("GET", path, response, answer)
-            if awake_s() > deadline:
+        policy = RetryPolicy(give_up_after_s=wait_s, longest_pause_s=0.5, statuses=(_STILL_LOADING,))
+        retries = Retries(policy)
+        while isinstance(outcome := self._try(path, policy), Failure):
+            pause_s = retries.pause_s(outcome)
+            if pause_s is None:
                 raise SyncError(
-                    f"the engine at {self.url} is not there after {wait_s:.0f} s: {reason}",
+                    f"the engine at {self.url} is not there after {wait_s:.0f} s: {outcome.problem}",
                     fix="start one, or check --engine-url",
                 )
-            time.sleep(0.2)
+            time.sleep(pause_s)
+        return self._read("GET", path, outcome, answer)
+
+    def _try(self, path: str, policy: RetryPolicy) -> HttpAnswer | Failure:
+        try:
+            return policy.check(self._client.request("GET", path, timeout_s=QUICK_S), "engine")
+        except NoAnswer as error:
+            return policy.check(error, "engine")
 
     def _ask(self, method: str, path: str, answer: type[T], *, content: bytes | None, timeout_s: float) -> T:
         headers = {} if content is None else {"Content-Type": "application/json"}
         try:
-            response = self._client.request(
-                method, path, content=content, headers=headers, timeout=httpx.Timeout(timeout_s, connect=QUICK_S)
-            )
-        except httpx.TimeoutException:
+            response = self._client.request(method, path, body=content, headers=headers, timeout_s=timeout_s)
+        except LateAnswer:
             raise SyncError(
                 f"the engine at {self.url} did not answer {method} {path} within {timeout_s:.0f} s",
                 fix="its log says what it is doing; if it only needs longer, give --publish-timeout-s more",
             ) from None
-        except httpx.TransportError as error:
+        except NoAnswer as error:
             raise SyncError(
-                f"the engine at {self.url} ended during {method} {path}: {str(error) or type(error).__name__}",
+                f"the engine at {self.url} ended during {method} {path}: {error}",
                 fix="its log says why; start it again, then continue with treadle run --resume",
             ) from None
         return self._read(method, path, response, answer)
 
-    def _read(self, method: str, path: str, response: httpx.Response, answer: type[T]) -> T:
-        if response.status_code in (401, 403):
+    def _read(self, method: str, path: str, response: HttpAnswer, answer: type[T]) -> T:
+        said = response.message or "nothing"
+        if response.status in (401, 403):
             raise SyncError(
-                f"the engine at {self.url} refused {method} {path}: {_quoted(response)}",
+                f"the engine at {self.url} refused {method} {path}: {said}",
                 fix=f"put its token into {TOKEN_VARIABLE}",
             )
-        if response.status_code == 404:
+        if response.status == 404:
             raise SyncError(
-                f"the engine at {self.url} does not do {method} {path}: {_quoted(response)}",
+                f"the engine at {self.url} does not do {method} {path}: {said}",
                 fix="start it for this --weight-bridge-mode (docs/weights.md says how), or choose another mode",
             )
-        if response.status_code != 200:
+        if response.status != OK:
             raise SyncError(
-                f"the engine at {self.url} failed in {method} {path} ({response.status_code}): {_quoted(response)}",
+                f"the engine at {self.url} failed in {method} {path} ({response.status}): {said}",
                 fix="its log says why",
             )
         try:
@@ -233,16 +233,6 @@ class EngineLink:
                 f"the engine at {self.url} answered {method} {path} with something else than was asked for: {error}",
                 fix="use an engine of the same release",
             ) from None
-
-
-def _quoted(response: httpx.Response) -> str:
-    """The message in an answer: Treadle's {"error": ...}, another server's {"detail": ...}, or text."""
-    try:
-        said = msgspec.json.decode(response.content)
-        text = str(said.get("error") or said.get("detail") or said) if isinstance(said, dict) else str(said)
-    except msgspec.MsgspecError:
-        text = response.text
-    return text[:_MAX_QUOTED] or "nothing"
 
 
 # ---- attach: the engine must serve the model, number format and quantization that are to be trained

@@ -39,7 +39,7 @@ from treadle.config.sync import FIND_BRIDGE_FILE
 from treadle.errors import ConfigError, SyncError
 from treadle.loading import choose_device
 from treadle.log import get_logger
-from treadle.net.urls import is_loopback
+from treadle.net.address import is_loopback
 from treadle.sync.gate import PublishGate
 from treadle.sync.layout import Layout
 from treadle.sync.process_group import (

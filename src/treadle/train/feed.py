@@ -12,14 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-import httpx
 import msgspec
 
-from treadle.clock import awake_s
-from treadle.errors import DiskFull, HubError
+from treadle.errors import HubError
 from treadle.log import get_logger
+from treadle.net.address import is_loopback, shown_url
+from treadle.net.client import OK, BlockingHttpClient, Failure, HttpAnswer, NoAnswer, Retries, RetryPolicy
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, bearer_headers
-from treadle.net.urls import is_loopback, shown_url
 from treadle.train.ranks import Ranks
 from treadle.train.stop import StopRequested
 from treadle.watch.waits import Wait, Waits, WaitSpec
@@ -31,11 +30,11 @@ log = get_logger("feed")
 HOLDER = "trainer"
 POLL_S = 2.0  # a lease request waits this long at the hub: short enough to notice a stop
 RENEWALS_PER_LEASE = 4  # some may fail
-DISK_FULL = 507  # the hub cannot store anything: retries do not help
 CONFLICT = 409
 PATIENCE_S = 120.0  # then an unreachable hub is an error
+RETRIES = RetryPolicy(give_up_after_s=PATIENCE_S, longest_pause_s=0.5)  # a stop is noticed in between
 SLOW_ANSWER_S = 10.0
-ANSWER_S = 20.0  # then the request is repeated; a stop is noticed in between
+ANSWER_S = 20.0  # then the request is repeated
 START_HUB = "start it with `treadle hub`, or name another with --hub-url"
 ONE_TRAINER = "let one trainer at a time work on a hub: stop the other one, and continue with --resume"
 DONE, WAITING, STOPPED = b"d", b"w", b"s"  # first byte of rank 0's messages about the feed
@@ -57,7 +56,6 @@ class HubFeed:
         answer_s: float = ANSWER_S,
     ) -> None:
         self._url = shown_url(url)
-        self._no_answer = f"it takes connections, and has not answered within {answer_s:g} s"
         self._look_at_hub = f"see its log, or ask: treadle doctor --hub {self._url}"
         self._waits = waits
         self._patience_s = patience_s
@@ -114,53 +112,51 @@ class HubFeed:
         for number, batch in enumerate(self._leases.drop_all()):
             # Only the oldest batch was worked on.
             update = LeaseUpdate(token=batch.token, reason=reason, counts=counts and number == 0)
-            with contextlib.suppress(httpx.HTTPError):
-                self._hub.post(f"/v1/batches/{batch.step}/nack", content=msgspec.json.encode(update), timeout=5.0)
+            with contextlib.suppress(NoAnswer):
+                path = f"/v1/batches/{batch.step}/nack"
+                self._hub.request("POST", path, body=msgspec.json.encode(update), timeout_s=5.0)
 
     def _post(self, path: str, body: msgspec.Struct, headers: Mapping[str, str] | None = None) -> bytes:
         """All requests are idempotent, so a hub that restarts is waited for."""
         content = msgspec.json.encode(body)
-        answer, problem = self._try(path, content, headers)
-        if answer is None:
+        answer = self._try(path, content, headers)
+        if isinstance(answer, Failure):
             wanted = WaitSpec(f"the hub at {self._url}", fix=START_HUB, of="hub", deadline_s=PATIENCE_S / 2)
             with self._waits.waiting(wanted) as wait:
-                answer = self._try_again(path, content, headers, wait, problem)
-        if answer.status_code == CONFLICT:
-            raise HubError(f"the hub gave this trainer's batch away: {answer.text[:500]}", fix=ONE_TRAINER)
-        if answer.status_code != 200:
-            raise HubError(f"the hub refused {path}: {answer.status_code} {answer.text[:500]}")
+                answer = self._try_again(path, content, headers, wait, answer)
+        if answer.status == CONFLICT:
+            raise HubError(f"the hub gave this trainer's batch away: {answer.message}", fix=ONE_TRAINER)
+        if answer.status != OK:
+            raise HubError(f"the hub refused {path}: {answer.status} {answer.message}")
         return answer.content
 
     def _try_again(
-        self, path: str, content: bytes, headers: Mapping[str, str] | None, wait: Wait, problem: str
-    ) -> httpx.Response:
-        deadline = awake_s() + PATIENCE_S
+        self, path: str, content: bytes, headers: Mapping[str, str] | None, wait: Wait, failure: Failure
+    ) -> HttpAnswer:
+        retries = Retries(RETRIES)
         while True:
-            wait.problem = problem
-            wait.fix = self._look_at_hub if problem == self._no_answer else START_HUB
-            if awake_s() > deadline:
-                raise HubError(f"the hub at {self._url} does not serve {path}: {problem}", fix=self._look_at_hub)
+            wait.problem = failure.problem
+            wait.fix = self._look_at_hub if failure.is_late else START_HUB
+            pause_s = retries.pause_s(failure)
+            if pause_s is None:
+                raise HubError(
+                    f"the hub at {self._url} does not serve {path}: {failure.problem}", fix=self._look_at_hub
+                )
             self._check_stop()
-            time.sleep(0.5)
-            answer, problem = self._try(path, content, headers)
-            if answer is not None:
-                return answer
+            time.sleep(pause_s)
+            outcome = self._try(path, content, headers)
+            if isinstance(outcome, HttpAnswer):
+                return outcome
+            failure = outcome
 
-    def _try(self, path: str, content: bytes, headers: Mapping[str, str] | None) -> tuple[httpx.Response | None, str]:
-        """(answer, "") or (None, what is wrong with the hub)."""
+    def _try(self, path: str, content: bytes, headers: Mapping[str, str] | None) -> HttpAnswer | Failure:
         slow = WaitSpec(f"the hub at {self._url} to answer {path}", of="hub", deadline_s=SLOW_ANSWER_S)
         try:
             with self._waits.waiting(slow):
-                answer = self._hub.post(path, content=content, headers=headers)
-        except httpx.ReadTimeout:
-            return None, self._no_answer
-        except httpx.TransportError as error:
-            return None, repr(error)
-        if answer.status_code == DISK_FULL:
-            raise DiskFull("the hub's disk is full", fix="free some space and continue with --resume")
-        if answer.status_code >= 500:
-            return None, f"{answer.status_code} {answer.text[:200]}"
-        return answer, ""
+                outcome: HttpAnswer | NoAnswer = self._hub.request("POST", path, body=content, headers=headers)
+        except NoAnswer as error:
+            outcome = error
+        return RETRIES.check(outcome, "hub")
 
 
 class _Leases:
@@ -169,7 +165,7 @@ class _Leases:
     A failed renewal is not an error. The acknowledgement shows whether the lease was lost.
     """
 
-    def __init__(self, hub: httpx.Client) -> None:
+    def __init__(self, hub: BlockingHttpClient) -> None:
         self._hub = hub
         self._held: dict[int, LeasedBatch] = {}
         self._lock = threading.Lock()
@@ -213,21 +209,18 @@ class _Leases:
     def _renew(self, batch: LeasedBatch) -> None:
         try:
             content = msgspec.json.encode(LeaseUpdate(token=batch.token))
-            answer = self._hub.post(f"/v1/batches/{batch.step}/renew", content=content)
-        except httpx.HTTPError as error:
-            log.warning("renewal_failed", step=batch.step, problem=repr(error))
+            answer = self._hub.request("POST", f"/v1/batches/{batch.step}/renew", body=content)
+        except NoAnswer as error:
+            log.warning("renewal_failed", step=batch.step, problem=str(error))
         else:
-            if answer.status_code != 200:
-                log.warning("renewal_refused", step=batch.step, status=answer.status_code, hub_says=answer.text[:200])
+            if answer.status != OK:
+                log.warning("renewal_refused", step=batch.step, status=answer.status, hub_says=answer.message[:200])
 
 
-def _client(url: str, answer_s: float) -> httpx.Client:
+def _client(url: str, answer_s: float) -> BlockingHttpClient:
     headers = {"Treadle-Holder": HOLDER, "Content-Type": "application/json"}
     headers |= bearer_headers(os.environ.get(HUB_TOKEN_VARIABLE))
-    local = is_loopback(url)
-    if local:
-        headers["Accept-Encoding"] = "identity"  # compression costs more than copying
-    return httpx.Client(base_url=url, timeout=answer_s, headers=headers, trust_env=not local)
+    return BlockingHttpClient(url, headers=headers, timeout_s=answer_s, trust_env=not is_loopback(url))
 
 
 # ---- several ranks

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from treadle.config import TrainConfig
 from treadle.log import get_logger
-from treadle.processor import fast_dtype
+from treadle.support import fast_dtype
 from treadle.train.adamw_8bit import AdamW8bit
 from treadle.train.optimizer import Optimizer, PinnedBuffer, part_of
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import httpx
 import torch
 from safetensors import SafetensorError
 
@@ -14,7 +13,7 @@ from treadle.config.secret_settings import without_secrets
 from treadle.errors import EngineError, HubError, OutOfMemory, SyncError, UserError, is_out_of_memory
 from treadle.loading import choose_device, report_loading
 from treadle.log import get_logger
-from treadle.net.urls import shown_url
+from treadle.net.address import shown_url
 from treadle.sync.layout import Layout
 from treadle.sync.modes import choose_sync
 from treadle.sync.protocol import AttachedModel, Publishable, Receipt, SyncMode
@@ -39,7 +38,7 @@ SHARE_OF_DEADLINE = 0.5
 MAX_REASON_CHARS = 1000
 # Errors that a batch cannot cause: settings, a full disk, the hub, the engine, files, a key press.
 NOT_CAUSED_BY_BATCH = (
-    UserError, HubError, EngineError, SyncError, OSError, httpx.HTTPError, SafetensorError,
+    UserError, HubError, EngineError, SyncError, OSError, SafetensorError,
     KeyboardInterrupt, SystemExit,
 )  # fmt: skip
 log = get_logger("trainer")

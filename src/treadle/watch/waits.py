@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from treadle.clock import awake_s
+from treadle.background import awake_s
 
 Clock = Callable[[], float]
 

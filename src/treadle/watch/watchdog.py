@@ -14,16 +14,14 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
 from treadle.log import get_logger
+from treadle.net.client import OK, BlockingHttpClient, NoAnswer
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, bearer_headers
-from treadle.net.urls import connection_to
 from treadle.watch.describe import ENDED, short
 from treadle.watch.stacks import include_tasks_of, write_stacks
 from treadle.watch.waits import Wait, Waits, WaitSpec
@@ -39,7 +37,6 @@ BLOCKED_LOOP_S = 10.0
 MAX_REPORTED_WAITS = 8
 LEAVE_WITHIN_S = 1.0
 SEND_TIMEOUT_S = 2.0
-OK = 200
 ROUTE = "/v1/reports"
 BLOCKED_LOOP = WaitSpec(
     "the event loop: one piece of code holds it, and nothing else in this process runs",
@@ -55,25 +52,21 @@ class Heartbeat:
     """
 
     def __init__(self, hub_url: str) -> None:
-        self._connection = connection_to(hub_url, SEND_TIMEOUT_S)
-        self._path = urlsplit(hub_url).path.rstrip("/") + ROUTE
-        self._headers = {"Content-Type": "application/json", **bearer_headers(os.environ.get(HUB_TOKEN_VARIABLE))}
+        headers = {"Content-Type": "application/json", **bearer_headers(os.environ.get(HUB_TOKEN_VARIABLE))}
+        self._hub = BlockingHttpClient(hub_url, headers=headers, timeout_s=SEND_TIMEOUT_S)
         self._refused_with = OK
 
     def send(self, report: ProcessReport) -> ReportTaken | None:
         """The hub's reply; None where there was none."""
         try:
-            self._connection.request("POST", self._path, msgspec.json.encode(report), self._headers)
-            answer = self._connection.getresponse()
-            body = answer.read()
+            answer = self._hub.request("POST", ROUTE, body=msgspec.json.encode(report))
             if answer.status != OK:
                 if answer.status != self._refused_with:
                     self._refused_with = answer.status
-                    log.warning("report_refused", status=answer.status, hub_says=body[:200].decode(errors="replace"))
+                    log.warning("report_refused", status=answer.status, hub_says=answer.text[:200])
                 return None
-            return msgspec.json.decode(body, type=ReportTaken)
-        except (OSError, HTTPException, msgspec.MsgspecError):
-            self._connection.close()  # the next report opens a new one
+            return msgspec.json.decode(answer.content, type=ReportTaken)
+        except (NoAnswer, msgspec.MsgspecError):
             return None
 
 

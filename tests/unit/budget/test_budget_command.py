@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from tests import doc_commands
-from treadle import processor
+from treadle import support
 from treadle.budget.command import show_what_fits
 from treadle.cli import main
 from treadle.config import load_run
@@ -29,13 +29,13 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
 
 @pytest.fixture(autouse=True)
 def processor_with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "processor_flags", lambda: frozenset({"amx_bf16"}))
+    monkeypatch.setattr(support, "processor_flags", lambda: frozenset({"amx_bf16"}))
 
 
 def test_on_a_processor_without_bf16_weights_take_four_bytes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processor, "processor_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr(support, "processor_flags", lambda: frozenset({"avx2"}))
     for device, num_bytes in (("cpu", 4), ("cuda", 2)):
         where = ("--gpu", "h200") if device == "cuda" else ("--train.device", "cpu")
         answer = json.loads(plan(capsys, *where, "--json")[1])

@@ -17,7 +17,7 @@ from treadle.doctor.checks import ClockFacts, DriverFacts, LocalModel, Packages,
 from treadle.doctor.live import PATTERNS, check_logs, check_processes
 from treadle.doctor.survey import HostFacts, SharingResult, SharingTest, check_cuda_sharing, check_memory_sharing
 from treadle.engines.vllm.command import Installation
-from treadle.findings import Finding, problems, show
+from treadle.formatting import Finding, problems, show_findings
 from treadle.launch.supervisor import describe_exit
 from treadle.train.health import ALIGNMENT
 from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport
@@ -353,7 +353,7 @@ def test_one_problem_is_enough_and_words_in_brackets_are_shown_as_they_are() -> 
     assert not problems(checks)
     assert problems([*checks, Finding("c", "problem", "")]) == ["c"]
     out = io.StringIO()
-    show(checks, Console(file=out, width=200), verbose=False)
+    show_findings(checks, Console(file=out, width=200), verbose=False)
     assert "[red]pip install 'treadle[train]'" in out.getvalue()
 
 
@@ -365,7 +365,7 @@ def test_what_is_not_ok_is_listed_and_the_rest_is_counted() -> None:
     shown = {}
     for verbose in (False, True):
         out = io.StringIO()
-        show(checks, Console(file=out, width=80), verbose=verbose)
+        show_findings(checks, Console(file=out, width=80), verbose=verbose)
         shown[verbose] = [line.rstrip() for line in out.getvalue().splitlines()]
     assert shown[False] == [
         "memory  warning  2 GB", "                 -> end others", "1 warning, 19 checks ok (--verbose lists them)",
@@ -376,7 +376,9 @@ def test_what_is_not_ok_is_listed_and_the_rest_is_counted() -> None:
 def test_no_word_is_broken_on_a_terminal_of_80_columns() -> None:
     words = "OMP_WAIT_POLICY=PASSIVE, TREADLE_ENGINE_TOKEN not set: weights on a GPU cannot be shared then"
     out = io.StringIO()
-    show([Finding("weights on a GPU (CUDA IPC)", "problem", words, words)], Console(file=out, width=80), verbose=False)
+    show_findings(
+        [Finding("weights on a GPU (CUDA IPC)", "problem", words, words)], Console(file=out, width=80), verbose=False
+    )
     assert set(words.split()) <= set(out.getvalue().split())
 
 

@@ -24,7 +24,7 @@ from treadle.config.load import save_run
 from treadle.doctor.command import DoctorTarget, check_live
 from treadle.doctor.live import check_engine, check_hub
 from treadle.doctor.survey import SharingResult, list_packages, survey_model, try_sharing
-from treadle.findings import Finding
+from treadle.formatting import Finding
 from treadle.launch.folder import locked
 from treadle.net.probe import ServerProbe
 from treadle.net.tokens import role_token

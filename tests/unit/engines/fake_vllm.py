@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from treadle.errors import EngineError
-from treadle.net.listening import take_port
+from treadle.net.address import take_port
 
 KEEP_ALIVE_S = 1  # it hangs up on clients that are silent for longer
 

@@ -20,7 +20,7 @@ from treadle.engines.model_runner import ModelRunner
 from treadle.engines.sampling import SamplingParams
 from treadle.engines.scheduler import Scheduler
 from treadle.errors import EngineError
-from treadle.processor import fast_dtype
+from treadle.support import fast_dtype
 from treadle.wire.generate import Wave
 
 

@@ -12,8 +12,7 @@ from treadle.engines.model_folder import CheckpointFacts, read_checkpoint_facts
 from treadle.engines.vllm.command import LORA_RANKS, Installation, ServerResources, lora_rank, server_command
 from treadle.engines.vllm.server_process import suggest_fix
 from treadle.errors import ConfigError, ModelError
-from treadle.processor import fast_dtype
-from treadle.support import VLLM
+from treadle.support import VLLM, fast_dtype
 
 CPU = Installation(python="/env/bin/python", version="0.32.0", is_cpu=True, has_flashinfer=False)
 GPU = Installation(python="/env/bin/python", version="0.26.0", is_cpu=False, has_flashinfer=True)

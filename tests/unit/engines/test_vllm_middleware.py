@@ -15,7 +15,7 @@ from starlette.requests import Request
 from treadle.engines.vllm import middleware
 from treadle.engines.vllm.completions import VllmChoice, VllmLoad, VllmOutput
 from treadle.engines.vllm.middleware import MIN_LOGPROB, to_output
-from treadle.net.bodies import unless_gone
+from treadle.net.server import unless_gone
 from treadle.sync.gate import PublishGate
 
 

@@ -9,8 +9,8 @@ from starlette.routing import Route
 from treadle.config.env import ServerConfig
 from treadle.envs.engine_client import Completion, EngineClient
 from treadle.envs.hub_client import HubClient
-from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, EngineError, HubError
+from treadle.net.client import RetryPolicy
 from treadle.wire.groups import ScoredGroup
 from treadle.wire.hub import RegisterEnv
 

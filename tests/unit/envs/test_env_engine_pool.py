@@ -14,8 +14,8 @@ from treadle.envs.engine_pool import EnginePool, open_engine
 from treadle.envs.hub_client import HubClient
 from treadle.envs.process import open_context
 from treadle.envs.serving.runner import run
-from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, EngineError
+from treadle.net.client import RetryPolicy
 
 QUICK = RetryPolicy(give_up_after_s=0.3, first_pause_s=0.01, longest_pause_s=0.05)
 SERVERS = ServerConfig(base_url="http://a:9001/v1 http://b:9001/v1", api_key="one two")

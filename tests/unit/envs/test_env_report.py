@@ -20,7 +20,7 @@ from treadle.envs.process import open_context
 from treadle.envs.rollout import Rollout
 from treadle.envs.serving.report import EnvMonitor, EnvReport
 from treadle.envs.serving.runner import run
-from treadle.envs.transport import RetryPolicy
+from treadle.net.client import RetryPolicy
 
 QUICK = RetryPolicy(give_up_after_s=5.0, first_pause_s=0.01, longest_pause_s=0.05)
 WRONG, HALF, RIGHT = Score(0.0, is_right=False), Score(0.5, is_right=False), Score(1.0, is_right=True)

@@ -15,8 +15,8 @@ from treadle.envs.engine_client import EngineClient
 from treadle.envs.hub_client import HubClient
 from treadle.envs.process import open_context
 from treadle.envs.serving.runner import run
-from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, HubError
+from treadle.net.client import RetryPolicy
 
 QUICK = RetryPolicy(give_up_after_s=5.0, first_pause_s=0.01, longest_pause_s=0.05)
 

@@ -25,8 +25,8 @@ from treadle.envs.serving.assignment import FlightLimit, choose_pace, room
 from treadle.envs.serving.report import EnvMonitor
 from treadle.envs.serving.runner import run
 from treadle.envs.serving.stream_state import DifficultySelection, ItemCursor
-from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, EngineError, HubError, ProcessDied, ScoringError
+from treadle.net.client import RetryPolicy
 from treadle.wire.generate import EngineHealth
 from treadle.wire.hub import EnvStanding
 

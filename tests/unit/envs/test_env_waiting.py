@@ -17,8 +17,8 @@ from treadle.envs.hub_client import HubClient
 from treadle.envs.process import open_context
 from treadle.envs.serving.eval_schedule import wait_for_step
 from treadle.envs.serving.runner import run
-from treadle.envs.transport import RetryPolicy
 from treadle.errors import HubError
+from treadle.net.client import RetryPolicy
 from treadle.watch.waits import Waits
 from treadle.watch.watchdog import Watchdog
 from treadle.wire.groups import ScoredGroup

@@ -18,8 +18,8 @@ from treadle.envs.hub_client import HubClient
 from treadle.envs.process import open_context
 from treadle.envs.serving.runner import run
 from treadle.envs.serving.waves import PlannedWave, WaveSchedule
-from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError
+from treadle.net.client import RetryPolicy
 from treadle.wire.hub import EnvStanding
 
 QUICK = RetryPolicy(give_up_after_s=5.0, first_pause_s=0.01, longest_pause_s=0.05)

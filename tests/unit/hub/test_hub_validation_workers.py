@@ -31,7 +31,7 @@ def at_work(num_workers: int, scenario: Callable[[ValidationWorkers], Awaitable[
         await validators.start()
         try:
             async with asyncio.timeout(60):
-                while len(validators.running) < num_workers:
+                while len(validators.workers) < num_workers:
                     await asyncio.sleep(0.01)
                 await scenario(validators)
         finally:
@@ -42,7 +42,7 @@ def at_work(num_workers: int, scenario: Callable[[ValidationWorkers], Awaitable[
 
 def kill(worker: _Worker) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.kill(worker.process.pid, signal.SIGKILL)
+        os.kill(worker.pid, signal.SIGKILL)
 
 
 def test_answers_go_to_those_who_asked():
@@ -79,10 +79,10 @@ def test_a_killed_porter_is_replaced_and_its_orders_are_done_by_another(num_work
     async def scenario(validators: ValidationWorkers) -> None:
         under_way = [asyncio.create_task(validators.admit(body(tag, 20_000), ORDER)) for tag in range(16)]
         await asyncio.sleep(0.02)
-        (victim, *_) = validators.running
+        (victim, *_) = validators.workers
         kill(victim)
         assert len(await asyncio.gather(*under_way)) == 16
-        while victim in validators.running or len(validators.running) < num_workers:
+        while victim in validators.workers or len(validators.workers) < num_workers:
             await asyncio.sleep(0.01)
 
     at_work(num_workers, scenario)
@@ -92,7 +92,7 @@ def test_porters_that_died_while_idle_are_no_fault_of_the_next_body():
     """The system may kill several at once when memory runs out."""
 
     async def scenario(validators: ValidationWorkers) -> None:
-        for worker in list(validators.running):
+        for worker in list(validators.workers):
             kill(worker)
         await asyncio.sleep(0.2)
         for tag in range(8):
@@ -148,7 +148,7 @@ def test_the_hub_survives_a_temporary_failure_to_start_workers(monkeypatch):
 
     async def scenario(validators: ValidationWorkers) -> None:
         monkeypatch.setattr(_Worker, "start", start_or_fail)
-        for worker in list(validators.running):
+        for worker in list(validators.workers):
             kill(worker)
         await asyncio.sleep(0.2)
         with contextlib.suppress(OSError, Refused):
@@ -167,12 +167,12 @@ def test_a_hanging_worker_is_replaced_and_its_jobs_are_repeated(monkeypatch):
     monkeypatch.setattr("treadle.hub.validation_workers.SILENT_S", 1.5)
 
     async def scenario(validators: ValidationWorkers) -> None:
-        (stopped,) = validators.running
-        os.kill(stopped.process.pid, signal.SIGSTOP)
+        (stopped,) = validators.workers
+        os.kill(stopped.pid, signal.SIGSTOP)
         sizes = (2_000_000, 6000, 6000, 6000, 6000, 6000)  # the first does not fit into what the system keeps for it
         admitted = await asyncio.gather(*(validators.admit(body(tag, size), ORDER) for tag, size in enumerate(sizes)))
         assert len(admitted) == 6
-        assert stopped not in validators.running
+        assert stopped not in validators.workers
 
     at_work(1, scenario)
 
@@ -181,7 +181,7 @@ def test_a_body_that_takes_too_much_cpu_time_is_refused_at_once():
     """Its worker is ended, once; the order behind it is done by the next one."""
 
     async def scenario(validators: ValidationWorkers) -> None:
-        (victim,) = validators.running
+        (victim,) = validators.workers
         hasty = ValidationRequest(kind="group", rules=GroupRules(), max_cpu_s=0.02)
         costly, other = await asyncio.gather(
             validators.admit(body(1, 3_000_000), hasty), validators.admit(body(2), ORDER), return_exceptions=True
@@ -190,7 +190,7 @@ def test_a_body_that_takes_too_much_cpu_time_is_refused_at_once():
         assert (costly.status, costly.reason) == (413, "too_costly")
         assert costly.detail == "the body takes more than 0.02 s to check: send fewer groups at once"
         assert not isinstance(other, BaseException)
-        assert await victim.process.wait() == -signal.SIGPROF
+        assert await victim.end() == -signal.SIGPROF
         assert (await validators.admit(body(3), ORDER)).groups
 
     at_work(1, scenario)
@@ -201,7 +201,7 @@ def test_a_worker_that_works_is_not_taken_for_one_that_hangs(monkeypatch):
     monkeypatch.setattr("treadle.hub.validation_workers.SILENT_S", 1.5)
 
     async def scenario(validators: ValidationWorkers) -> None:
-        (worker,) = validators.running
+        (worker,) = validators.workers
         read = worker._reader.readexactly
 
         async def read_late(num_bytes: int) -> bytes:  # three times for each order
@@ -211,7 +211,7 @@ def test_a_worker_that_works_is_not_taken_for_one_that_hangs(monkeypatch):
         monkeypatch.setattr(worker._reader, "readexactly", read_late)
         admitted = await asyncio.gather(*(validators.admit(body(tag), ORDER) for tag in range(REQUESTS_PER_WORKER)))
         assert len(admitted) == REQUESTS_PER_WORKER
-        assert worker.process.returncode is None
+        assert worker._process.returncode is None
 
     at_work(1, scenario)
 

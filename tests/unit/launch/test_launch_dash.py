@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.processes import free_port
 from tests.written_run import write_run
-from treadle.clock import awake_s
+from treadle.background import awake_s
 from treadle.config import RunConfig, load_run, save_run
 from treadle.config.keys import with_values
 from treadle.config.schema import HubConfig

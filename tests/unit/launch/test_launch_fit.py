@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_launch_replay import started_runs, treadle  # noqa: F401
 
-from treadle import processor
+from treadle import support
 from treadle.budget import command
 from treadle.budget.command import _value_before
 from treadle.config import RunConfig, load_run
@@ -26,7 +26,7 @@ def machine(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(command, "find_gpu", lambda: None)
         monkeypatch.setattr(command, "host_memory", lambda: round(size * 1e9))
 
-    monkeypatch.setattr(processor, "processor_flags", lambda: frozenset({"amx_bf16"}))
+    monkeypatch.setattr(support, "processor_flags", lambda: frozenset({"amx_bf16"}))
     return with_gb
 
 

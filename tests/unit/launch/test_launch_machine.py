@@ -12,7 +12,7 @@ import pytest
 from treadle.errors import PortInUse
 from treadle.launch.machine import ANY_FREE, held_ports, port_of
 from treadle.launch.supervisor import StopRequest, Supervisor
-from treadle.net.listening import take_port
+from treadle.net.address import take_port
 from treadle.net.probe import answers_ok
 
 LOOPBACK = "127.0.0.1"
@@ -20,7 +20,7 @@ LOOPBACK = "127.0.0.1"
 SERVER = """
 import subprocess, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from treadle.net.listening import take_port
+from treadle.net.address import take_port
 listener = take_port("127.0.0.1", {port})
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)
 class Handler(BaseHTTPRequestHandler):

@@ -15,7 +15,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.served_app import listening
-from treadle.clock import awake_s
+from treadle.background import awake_s
 from treadle.config import load_run, save_run
 from treadle.dash.web import HEADERS, PageError
 from treadle.errors import ConfigError

@@ -236,7 +236,7 @@ from treadle.launch.supervisor import StopRequest, Supervisor
 import os
 environment = child_environment(MachineFacts(1, False, launcher_pid=os.getpid(), environment=os.environ), threads=1, is_offline=True)
 folder = Path(sys.argv[1])
-child = "from treadle.parent import end_with_parent; end_with_parent(); import time; print('up', flush=True); time.sleep(60)"
+child = "from treadle.background import end_with_parent; end_with_parent(); import time; print('up', flush=True); time.sleep(60)"
 specs = [ProcessSpec(name, (sys.executable, "-c", child), environment, folder / (name + ".log")) for name in ("env", "trainer")]
 supervisor = Supervisor(StopRequest())
 supervisor.start(specs)

@@ -21,7 +21,7 @@ SERVER = """
 import asyncio, json, os, resource, sys
 from treadle.log import set_up_logging
 from treadle.net.connections import HttpLimits
-from treadle.net.listening import take_port
+from treadle.net.address import take_port
 from treadle.net.server import serve_until_stopped
 
 gone = num_waiting = 0

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec.inspect import CollectionType, Field, StrType, StructType, TupleType, Type, UnionType, type_info
 
-from treadle.net.urls import is_loopback
+from treadle.net.address import is_loopback
 from treadle.wire import bridge
 from treadle.wire.groups import common_prefix
 

@@ -11,7 +11,7 @@ from tests.processors import NEEDS_BF16
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
 from treadle.errors import TrainingError
-from treadle.processor import fast_dtype
+from treadle.support import fast_dtype
 from treadle.sync.modes import OfflineSync
 from treadle.track.catalogue import METRICS
 from treadle.track.files import HealthFile

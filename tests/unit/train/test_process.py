@@ -171,7 +171,6 @@ AROUND_IT = [
     ("backward", HubError("the hub does not serve /v1/lease"), HubError),
     ("backward", ConfigError("a setting that is wrong"), ConfigError),
     ("backward", ModelError("a model that is wrong"), ModelError),
-    ("backward", httpx.DecodingError("not gzip"), httpx.DecodingError),
     ("backward", KeyboardInterrupt(), KeyboardInterrupt),
 ]
 PLACES = {"save_file": (model_files, "save_file"), "fsync": (os, "fsync"), "backward": (torch.Tensor, "backward")}

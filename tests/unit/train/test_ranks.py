@@ -22,7 +22,7 @@ from tests.tiny_model import write_tiny_model
 from tests.unit.train import rank_worker
 from treadle.config import TrainConfig
 from treadle.errors import ConfigError
-from treadle.processor import fast_dtype
+from treadle.support import fast_dtype
 from treadle.train.ranks import ALONE, balance, choose_rank_device, join_ranks
 from treadle.wire.groups import LeasedBatch, pack_batch, unpack_batch
 

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from treadle.errors import RequestError
-from treadle.net.bodies import json_answer, read_json
+from treadle.net.server import json_answer, read_json
 from treadle.wire import counting
 from treadle.wire.counting import TooMany, check_json, check_msgpack
 from treadle.wire.generate import GenerateRequest

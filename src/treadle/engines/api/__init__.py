@@ -21,8 +21,8 @@ from treadle.engines.api.openai import openai_routes
 from treadle.engines.api.weights import AdapterRoutes, BridgeRoutes
 from treadle.engines.interface import InferenceEngine, ServingStatus
 from treadle.net.access import Access, AccessRules, Guard
-from treadle.net.bodies import json_answer
 from treadle.net.exposition import CONTENT_TYPE, Page
+from treadle.net.server import json_answer
 from treadle.wire.bridge import TOKEN_VARIABLE
 
 

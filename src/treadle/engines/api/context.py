@@ -33,8 +33,8 @@ from treadle.engines.model_folder import ADAPTER_FILES
 from treadle.errors import EngineError, RequestError, TreadleError, UserError
 from treadle.log import get_logger
 from treadle.net.access import EVERYBODY, why_refused
-from treadle.net.bodies import json_answer, read_json
 from treadle.net.exposition import Histogram
+from treadle.net.server import json_answer, read_json
 from treadle.net.tokens import Role
 from treadle.sync.gate import PUBLISHER_HEADER, Publisher
 from treadle.sync.layout import Layout

@@ -27,7 +27,7 @@ from treadle.engines.interface import (
 )
 from treadle.engines.sampling import SamplingParams
 from treadle.errors import EngineError, RequestError, TreadleError
-from treadle.net.bodies import json_answer, unless_gone
+from treadle.net.server import json_answer, unless_gone
 from treadle.wire.generate import (
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,

@@ -34,7 +34,7 @@ from treadle.engines.api.generate import (
 from treadle.engines.interface import CompletionDelta, GenerationResult, Request, SampledCompletion
 from treadle.engines.tokenizer import ModelTokenizer
 from treadle.errors import RequestError, TreadleError
-from treadle.net.bodies import json_answer, unless_gone
+from treadle.net.server import json_answer, unless_gone
 from treadle.wire.generate import (
     Answer,
     ChatLogprob,

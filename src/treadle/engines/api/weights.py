@@ -27,7 +27,7 @@ from treadle.engines.interface import check_takes_adapters
 from treadle.engines.model_folder import read_adapter_settings
 from treadle.errors import RequestError
 from treadle.log import get_logger
-from treadle.net.bodies import json_answer
+from treadle.net.server import json_answer
 from treadle.wire.bridge import (
     Adopt,
     AskFingerprints,

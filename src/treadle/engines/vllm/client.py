@@ -99,7 +99,7 @@ class VllmClient:
             raise self._lost(NoAnswer("the connection was closed by the engine"))
 
     def _refuse(self, answer: HttpAnswer) -> NoReturn:
-        message = _message(answer)
+        message = answer.message
         if 400 <= answer.status < 500:
             raise RequestError(message)
         raise EngineError(f"vLLM failed: {message}", fix="its log says more")
@@ -132,16 +132,6 @@ def raise_worker_errors(answers: list[Any]) -> None:
         if isinstance(answer, dict) and "error" in answer:
             where = f"worker {rank} of {len(answers)}: " if len(answers) > 1 else ""
             raise RequestError(where + answer["error"], fix=answer["fix"])
-
-
-def _message(answer: HttpAnswer) -> str:
-    """vLLM's error message, wherever the response contains it."""
-    try:
-        body = msgspec.json.decode(answer.content)
-    except msgspec.DecodeError:
-        return answer.text[:500]
-    error = body.get("error", body) if isinstance(body, dict) else body
-    return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
 class WeightTransfer:

@@ -19,7 +19,7 @@ from treadle.config import EngineConfig
 from treadle.config.sync import refuse_split_engine
 from treadle.engines.model_folder import CheckpointFacts
 from treadle.errors import ConfigError, MissingExtra
-from treadle.processor import fast_dtype
+from treadle.support import fast_dtype
 
 _LOOK = """
 import importlib.metadata, importlib.util, json

@@ -37,7 +37,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from treadle.engines.vllm.command import MODEL_NAME
 from treadle.engines.vllm.completions import GENERATE, LOAD, VllmChoice, VllmOutput, VllmRequest, decode_request
-from treadle.net.bodies import json_answer, unless_gone
+from treadle.net.server import json_answer, unless_gone
 from treadle.sync.gate import PublishGate, wait_for_trainer
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

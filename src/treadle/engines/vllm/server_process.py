@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-import httpx
 import msgspec
 
 import treadle
@@ -45,6 +44,7 @@ from treadle.engines.vllm.command import (
 from treadle.engines.vllm.completions import GENERATE, VllmRequest
 from treadle.errors import EngineError
 from treadle.log import get_logger
+from treadle.net.client import OK, BlockingHttpClient, LateAnswer, NoAnswer
 
 OnProgress = Callable[[str, int, int], None]  # ("loading safetensors checkpoint shards", 3, 4)
 
@@ -154,8 +154,9 @@ class ServerProcess:
         started = time.monotonic()
         deadline = started + timeout_s
         try:
-            with httpx.Client(base_url=self.url, headers=self.headers, timeout=5.0, trust_env=False) as client:
-                while not self._answers(client):
+            headers = {"Content-Type": "application/json", **self.headers}
+            with BlockingHttpClient(self.url, headers=headers, timeout_s=5.0) as client:
+                while not _is_healthy(client):
                     death = self.exit_reason()
                     if death is not None:
                         raise EngineError(death, fix=suggest_fix([self._first_error, *self._tail]))
@@ -185,25 +186,19 @@ class ServerProcess:
             self._process.kill()
             self._process.wait()
 
-    def _answers(self, client: httpx.Client) -> bool:
-        try:
-            return client.get("/health").status_code == httpx.codes.OK
-        except httpx.TransportError:
-            return False
-
-    def _sample_one_token(self, client: httpx.Client, timeout_s: float) -> None:
+    def _sample_one_token(self, client: BlockingHttpClient, timeout_s: float) -> None:
         order = VllmRequest(MODEL_NAME, [0], {"max_tokens": 1, "logprobs": 0, "detokenize": False}, cache_salt="probe")
         try:
-            answer = client.post(GENERATE, content=msgspec.json.encode(order), timeout=timeout_s)
-            complaint = "" if answer.status_code == httpx.codes.OK else answer.text[:500]
-        except httpx.TimeoutException:
+            answer = client.request("POST", GENERATE, body=msgspec.json.encode(order), timeout_s=timeout_s)
+            complaint = "" if answer.status == OK else answer.message or f"status {answer.status}"
+        except LateAnswer:
             raise EngineError(
                 f"vLLM started, but its first token did not come within {timeout_s:.0f} s; the end of its log:\n"
                 f"{self._log_tail()}",
                 fix="raise --start-timeout-s, or see what it waits for",
             ) from None
-        except httpx.TransportError as error:
-            complaint = repr(error)
+        except NoAnswer as error:
+            complaint = str(error)
         if complaint:
             cause = self._first_error or complaint
             raise EngineError(f"vLLM started, but cannot generate: {cause}", fix=suggest_fix([cause, *self._tail]))
@@ -223,6 +218,13 @@ class ServerProcess:
                 if not self._first_error and " WARNING " not in line and (error := _ERROR.search(line)):
                     self._first_error = error[0]
                 sys.stderr.write(f"vllm | {line}\n")
+
+
+def _is_healthy(client: BlockingHttpClient) -> bool:
+    try:
+        return client.request("GET", "/health").status == OK
+    except NoAnswer:
+        return False
 
 
 def suggest_fix(tail: list[str]) -> str:

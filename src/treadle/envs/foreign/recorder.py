@@ -41,11 +41,9 @@ from treadle.envs.foreign.sessions import Session, SessionAbandoned, SessionClos
 from treadle.errors import RequestError, TreadleError, UserError
 from treadle.log import get_logger
 from treadle.net.access import Access, AccessRules, Guard
-from treadle.net.bodies import json_answer, read_json, unless_gone
+from treadle.net.address import take_port, url_to
 from treadle.net.connections import Connections, HttpLimits
-from treadle.net.listening import take_port
-from treadle.net.server import SignalFreeServer, server_settings
-from treadle.net.urls import url_to
+from treadle.net.server import SignalFreeServer, json_answer, read_json, server_settings, unless_gone
 from treadle.wire.generate import Name
 
 TOKEN_VARIABLE = "TREADLE_RECORDER_TOKEN"  # noqa: S105 - the name of a variable

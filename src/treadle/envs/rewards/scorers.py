@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -36,13 +37,13 @@ from treadle.envs.rewards.combined import assemble, leaves
 from treadle.envs.rewards.worker_handle import IN_WORKER, Worker, WorkerLost, pack_inputs
 from treadle.errors import ConfigError, ProcessDied, TreadleError
 from treadle.log import get_logger
+from treadle.net.workers import WorkerPool
 
 Isolation = Literal["process", "inline"]
 
 CHUNK_S = 0.05  # work sent to a worker at once: much more than a round trip, much less than a time limit
 MAX_CHUNK = 64
 MAX_STARTS = 3  # failed starts of a worker in a row, before callers get an error
-PAUSE_S = 0.5  # between them
 TURN_S = 0.01  # InlineScorer yields to the event loop after this time
 log = get_logger("rewards")
 
@@ -146,7 +147,7 @@ def pool_closed_error() -> TreadleError:
     return TreadleError("the reward pool was closed before this was scored", fix="close it after the last score")
 
 
-class RewardPool:
+class RewardPool(WorkerPool[Worker]):
     """`await pool.score(reward, inputs)` from any number of tasks. No call blocks the event loop."""
 
     def __init__(
@@ -163,15 +164,13 @@ class RewardPool:
                 f"no pool of {num_workers} workers, {time_limit_s} s, {memory_limit_mb} MB and {max_waiting} waiting",
                 fix="give at least one worker and one place to wait, and limits above 0 (0 MB: no memory limit)",
             )
-        self._num_workers = num_workers
+        super().__init__(num_workers)
         self._time_limit_s = time_limit_s
         self._memory_limit_mb = memory_limit_mb
         self._load_limit_s = load_limit_s
         self._queue = CallQueue(max_waiting)
-        self._slots: list[asyncio.Task[None]] = []
         self._keys: dict[bytes, int] = {}  # of rewards, by their encoded configuration
         self._mean_s: dict[int, float] = {}  # moving average of the time of a reward's calls
-        self.workers: set[Worker] = set()
 
     async def __aenter__(self) -> Self:
         if IN_WORKER in os.environ:  # every worker would start workers, recursively
@@ -179,7 +178,7 @@ class RewardPool:
                 "a reward worker cannot open a reward pool: the file of the reward does more than define things",
                 fix='put what it runs under: if __name__ == "__main__":',
             )
-        self._slots = [asyncio.create_task(self._run_slot()) for _ in range(self._num_workers)]
+        await self.start()
         return self
 
     async def __aexit__(
@@ -189,10 +188,7 @@ class RewardPool:
 
     async def close(self) -> None:
         """Kill all workers and wait until they are gone. Callers that still wait get an error."""
-        for slot in self._slots:
-            slot.cancel()
-        await asyncio.gather(*self._slots, return_exceptions=True)
-        self._slots = []
+        await super().close()
         self._queue.close()
 
     async def score(self, reward: Reward, inputs: Sequence[RewardInput]) -> list[RewardResult]:
@@ -243,27 +239,28 @@ class RewardPool:
                 except Exception as error:  # a bug here must not leave callers waiting forever
                     log.error("reward_slot_failed", exc_info=True)
                     _fail(calls, ProcessDied(f"scoring failed: {error!r}", fix="see the log; this is a defect"))
-                    await self._stop_worker(slot)
+                    await self._empty(slot)
         finally:
-            await self._stop_worker(slot)
+            await self._empty(slot)
 
     async def _run_calls(self, slot: _Slot, calls: Sequence[Call]) -> None:
         waiting = deque(calls)
+        start = partial(Worker.start, memory_limit_mb=self._memory_limit_mb)
         while waiting:
-            slot.worker = slot.worker or await self._start_worker()
+            slot.worker = slot.worker or await self._start_worker(start, MAX_STARTS)
             try:
                 is_well = await self._serve(slot.worker, waiting)
             except ProcessDied:  # while it loaded the reward
-                await self._stop_worker(slot)
+                await self._empty(slot)
                 raise
             if not is_well:
-                await self._stop_worker(slot)
+                await self._empty(slot)
 
     async def _serve(self, worker: Worker, waiting: deque[Call]) -> bool:
         """Run the calls; False if the worker must be killed before all are done."""
         batch = waiting[0].batch
         await worker.load(batch.key, batch.config, limit_s=self._load_limit_s)
-        await worker.begin(batch.key, [call.inputs for call in waiting])
+        worker.begin(batch.key, [call.inputs for call in waiting])
         while waiting:
             try:
                 result = await worker.result(limit_s=self._time_limit_s)
@@ -280,22 +277,9 @@ class RewardPool:
                 return False
         return True
 
-    async def _start_worker(self) -> Worker:
-        for attempt in range(1, MAX_STARTS + 1):
-            try:
-                worker = await Worker.start(memory_limit_mb=self._memory_limit_mb)
-            except (OSError, WorkerLost) as error:
-                log.warning("reward_worker_cannot_start", problem=str(error), attempt=attempt)
-                await asyncio.sleep(PAUSE_S)
-                continue
-            self.workers.add(worker)
-            return worker
-        raise ProcessDied("no worker for rewards could be started", fix="see the log: is memory short?")
-
-    async def _stop_worker(self, slot: _Slot) -> None:
+    async def _empty(self, slot: _Slot) -> None:
         if slot.worker is not None:
-            await slot.worker.kill()
-            self.workers.discard(slot.worker)
+            await self._stop_worker(slot.worker)
             slot.worker = None
 
     def _chunk_size(self, key: int) -> int:

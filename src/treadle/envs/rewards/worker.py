@@ -31,10 +31,9 @@ from treadle.envs.rewards.worker_handle import (
     Setup,
     WorkerReply,
     WorkerRequest,
-    encode_frame,
 )
 from treadle.errors import TreadleError
-from treadle.net.frames import read_exactly, read_length
+from treadle.net.workers import frame, read_frame
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 IS_LINUX = sys.platform == "linux"
@@ -86,14 +85,14 @@ def _call(reward: Reward, packed: msgspec.Raw) -> CallResult:
 
 
 def _answer(line: socket.socket, answer: WorkerReply) -> None:
-    line.sendall(encode_frame(answer))
+    line.sendall(frame(msgspec.msgpack.encode(answer)))
 
 
 def _listen(line: socket.socket, requests: queue.SimpleQueue[WorkerRequest]) -> None:
     """Read requests until the pool is gone; then kill this process group, whatever the main thread does."""
     try:
         while True:
-            requests.put(REQUESTS.decode(read_exactly(line, read_length(line))))
+            requests.put(REQUESTS.decode(read_frame(line)))
     finally:
         os.killpg(os.getpgrp(), signal.SIGKILL)  # the worker and everything that its rewards started
 

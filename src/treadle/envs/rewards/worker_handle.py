@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,7 @@ import msgspec
 
 from treadle.envs.rewards.base import CallResult, Outcome, RewardInput
 from treadle.errors import ConfigError, ProcessDied
-from treadle.net.frames import LENGTH
+from treadle.net.workers import WorkerProcess
 
 IN_WORKER = "TREADLE_REWARD_WORKER"  # set in the environment of a worker
 INPUTS = msgspec.msgpack.Decoder(list[RewardInput])
@@ -67,11 +66,6 @@ def pack_inputs(inputs: Sequence[RewardInput]) -> msgspec.Raw:
     return msgspec.Raw(msgspec.msgpack.encode(inputs))
 
 
-def encode_frame(message: WorkerRequest | WorkerReply) -> bytes:
-    body = msgspec.msgpack.encode(message)
-    return LENGTH.pack(len(body)) + body
-
-
 class WorkerLost(Exception):
     """The worker has died or hangs; the running call gets this outcome."""
 
@@ -81,51 +75,28 @@ class WorkerLost(Exception):
         self.detail = detail
 
 
-class Worker:
+class Worker(WorkerProcess):
     def __init__(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        self._process = process
-        self._reader = reader
-        self._writer = writer
-        self._length: int | None = None  # of a partly read frame
+        super().__init__(process, reader, writer)
         self._loaded: set[int] = set()
         self.num_calls = 0
 
     @classmethod
     async def start(cls, *, memory_limit_mb: int) -> Worker:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "treadle.envs.rewards.worker", str(theirs.fileno()), str(os.getpid())]
-        with theirs:
-            # A new session, so that it can be killed with everything that its rewards started, and does not get Ctrl-C.
-            # Output of rewards goes to standard error: standard output belongs to the program.
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=sys.__stderr__,
-                start_new_session=True,
-            )
-        reader, writer = await asyncio.open_connection(sock=ours)
-        worker = cls(process, reader, writer)
-        try:
-            await worker._receive(START_LIMIT_S)
-            await worker._send(Setup(sys_path=sys.path, memory_limit_mb=memory_limit_mb))
-        except BaseException:
-            await worker.kill()
-            raise
+        # Output of rewards goes to standard error: standard output belongs to the program.
+        module, parent = "treadle.envs.rewards.worker", str(os.getpid())
+        worker = await cls._spawn(module, parent, limit_s=START_LIMIT_S, stdout=sys.__stderr__)
+        worker._send(Setup(sys_path=sys.path, memory_limit_mb=memory_limit_mb))
         return worker
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     async def load(self, key: int, config: dict[str, Any], *, limit_s: float) -> None:
         """Load the reward in the worker; ConfigError if it cannot be imported or built there."""
         if key in self._loaded:
             return
         try:
-            await self._send(Load(key=key, config=config))
+            self._send(Load(key=key, config=config))
             answer = await self._receive(limit_s)
         except WorkerLost as lost:
             raise ProcessDied(
@@ -136,9 +107,9 @@ class Worker:
             raise ConfigError(f"the reward '{config['name']}' could not be loaded: {answer.problem}", fix=answer.fix)
         self._loaded.add(key)
 
-    async def begin(self, key: int, calls: list[msgspec.Raw]) -> None:
+    def begin(self, key: int, calls: list[msgspec.Raw]) -> None:
         """Send calls; `result` then returns the result of each, in order."""
-        await self._send(Work(key=key, calls=calls))
+        self._send(Work(key=key, calls=calls))
 
     async def result(self, *, limit_s: float) -> CallResult:
         answer = await self._receive(limit_s)
@@ -146,35 +117,18 @@ class Worker:
         self.num_calls += 1
         return answer
 
-    async def kill(self) -> None:
-        """Kill it with everything that it started; returns when it is gone."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._writer.close()
-        await self._process.wait()
-
-    async def _send(self, request: WorkerRequest) -> None:
-        with contextlib.suppress(OSError):  # it died: noticed by the missing reply
-            self._writer.write(encode_frame(request))
-            await self._writer.drain()
+    def _send(self, request: WorkerRequest) -> None:
+        self._write(msgspec.msgpack.encode(request))
 
     async def _receive(self, limit_s: float) -> WorkerReply:
         try:
             for patience_s in (limit_s, GRACE_S):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(patience_s):
-                        return await self._read()
+                        return REPLIES.decode(await self._read_frame())
         except (OSError, EOFError):
             raise WorkerLost("worker_died", await self._exit_description()) from None
         raise WorkerLost("timed_out", f"took longer than {limit_s:g} s")
-
-    async def _read(self) -> WorkerReply:
-        """Read one frame. Safe to cancel at any await and to call again."""
-        if self._length is None:
-            (self._length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-        body = await self._reader.readexactly(self._length)
-        self._length = None
-        return REPLIES.decode(body)
 
     async def _exit_description(self) -> str:
         """How it ended; it closed its end of the socket, so it is about to end or hangs."""
