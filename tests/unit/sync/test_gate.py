@@ -60,7 +60,7 @@ def test_weights_written_during_a_pause_are_visible_after_it(path):
 
 def test_leftovers_of_an_earlier_publish_have_no_effect(path):
     trainer, engine = PublishGate(path), PublishGate(path)
-    first, second = next(PUBLISH_IDS)()
+    first, second = next(PUBLISH_IDS), next(PUBLISH_IDS)
     trainer.mark_written(first)
     engine.wait_for_write(first)
     with ThreadPoolExecutor() as pool:
@@ -76,7 +76,7 @@ def test_a_trainer_notices_an_engine_that_does_not_pause(path):
 
 
 def test_abandoning_a_publish_ends_the_pause_with_an_error(path):
-    engine, number = PublishGate(path)()
+    engine, number = PublishGate(path), next(PUBLISH_IDS)
     with ThreadPoolExecutor() as pool:
         pausing = pool.submit(engine.wait_for_write, number)
         PublishGate(path).abandon(number)
@@ -105,7 +105,9 @@ def test_the_death_of_a_trainer_is_noticed_at_once(path):
             pausing = asyncio.get_running_loop().create_future()
             asyncio.get_running_loop().call_later(0.7, trainer.kill)
             started = time.monotonic()
-            return await wait_for_trainer(pausing, PublishGate(path)(), timeout_s=30), time.monotonic() - started
+            return await wait_for_trainer(
+                pausing, PublishGate(path), next(PUBLISH_IDS), timeout_s=30
+            ), time.monotonic() - started
 
         written, seconds = asyncio.run(look())
         assert not written
@@ -130,7 +132,9 @@ def test_a_trainer_may_leave_before_the_engine_has_resumed(path):
 
 def test_a_trainer_that_takes_too_long_is_abandoned(path):
     async def look():
-        return await wait_for_trainer(asyncio.get_running_loop().create_future(), PublishGate(path)(), timeout_s=0.6)
+        return await wait_for_trainer(
+            asyncio.get_running_loop().create_future(), PublishGate(path), next(PUBLISH_IDS), timeout_s=0.6
+        )
 
     with PublishGate(path).publishing():
         assert not asyncio.run(look())
