@@ -329,7 +329,7 @@ def test_a_change_that_fails_after_its_client_left_is_logged(caplog):
 
         line, strays = ChangeQueue(), []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: strays.append(context))
-        asking = asyncio.ensure_future(line.run(change()))
+        asking = asyncio.ensure_future(line.run(change))
         await asyncio.sleep(0.01)
         asking.cancel()
         may_fail.set()
