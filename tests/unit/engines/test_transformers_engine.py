@@ -128,7 +128,7 @@ def test_a_wrong_rank_is_refused_and_the_serving_adapter_stays(server, folder, t
 def test_half_an_adapter_is_refused(folder, tmp_path, read):
     weights = write_adapter(folder, tmp_path, 1) / "adapter_model.safetensors"
     whole = weights.read_bytes()
-    assert read(tmp_path).rank == 4
+    assert read(tmp_path).settings.rank == 4
     for part in (whole[:-1], whole[:40], b"", whole + b"more"):
         weights.write_bytes(part)
         with pytest.raises(RequestError, match="cannot be read as a LoRA adapter"):
