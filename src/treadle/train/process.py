@@ -173,7 +173,8 @@ def _train(
     if policy.is_the_engines and (restored.step == 0 or has_frozen_base):
         weights = ((name, weight.detach()) for name, weight in policy.weights.items())
         log.info("weights_compared", number=check_saved_weights(weights, engine.folder))
-    tracker, health_file = None, None
+    tracker: Tracker | None = None
+    health_file: HealthFile | None = None
     if ranks.leads:  # rank 0 logs the metrics of all
         tracker, health_file = open_tracker(config), HealthFile(config.metrics_path.with_name(HEALTH_FILE))
         tracker.truncate_after(restored.step)
