@@ -123,7 +123,7 @@ class UpperLimit:
 
     def __call__(self, seen: Observations) -> HealthFinding | None:
         value, band = seen.smooth(self.metric) if self.is_smoothed else seen.last.get(self.metric), band_of(self.metric)
-        if value is None or value < band.limit:
+        if value is None or value < band.limit or value == band.alarm:  # an alarm is for values above it
             return None
         line = self.line.format(value=value, percent=_percent(value), band=band)
         can_wait = self.is_smoothed and seen.is_easing(self.metric)

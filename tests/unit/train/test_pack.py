@@ -68,7 +68,7 @@ def test_what_completions_begin_with_is_packed_and_predicted_once():
 
 
 def test_a_longer_stem_is_shared_only_where_that_saves_tokens():
-    rows = [np.array(row) for row in ([7, 8, 1, 2, 3], [7, 8, 1, 2, 4], [7, 8, 9])]
+    rows = [[7, 8, 1, 2, 3], [7, 8, 1, 2, 4], [7, 8, 9]]
     assert find_stems(rows, [0, 1, 2], num_root=0) == [([0, 1, 2], 2)]  # two tokens saved, two repeated
     assert find_stems(rows, [0, 1, 2], num_root=1) == [([0, 1], 4), ([2], 2)]
 
