@@ -13,7 +13,7 @@ from treadle.hub import metrics
 from treadle.hub.endpoint import access_of
 from treadle.hub.process import app_of
 from treadle.hub.state import HubState
-from treadle.net.exposition import Histogram, Page
+from treadle.net.exposition import CONTENT_TYPE, Histogram, Page
 from treadle.store import Store
 from treadle.wire.groups import BINARY_TYPE, ScoredGroup, join_groups, pack_group
 
@@ -26,7 +26,7 @@ class Figures:
     def __init__(self, client: TestClient) -> None:
         answer = client.get("/metrics")
         assert answer.status_code == 200
-        assert answer.headers["content-type"] == BINARY_TYPE
+        assert answer.headers["content-type"] == CONTENT_TYPE
         self.text = answer.text
         self.samples = [sample for family in text_string_to_metric_families(self.text) for sample in family.samples]
 
