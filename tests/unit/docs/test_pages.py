@@ -35,7 +35,7 @@ WIDTH = 110  # columns of what the pages show
 # Flags of other programs that the pages name by themselves, and how lines of other programs begin.
 FOREIGN_FLAGS = {
     "--nproc-per-node", "--nnodes", "--shutdown-timeout", "--ipc", "--shm-size", "--max-loras", "--full", "--load",
-    "--shape", "--clients",
+    "--shape", "--clients", "--scheduler-cls", "--no-async-scheduling",
 }  # fmt: skip
 OTHER_PROGRAMS = ("python bench", "docker ", "torchrun ", "pytest ", "./check", "pip ")
 

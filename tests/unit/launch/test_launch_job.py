@@ -261,11 +261,11 @@ def test_memory_is_measured_exactly_only_when_it_has_grown() -> None:
     for _ in range(5):
         sampler.sample()
     before = sampler.peak_bytes
-    assert measured == [os.getpid()]
+    assert measured.count(os.getpid()) == 1
     assert sampler.now_bytes == pytest.approx(before, rel=0.05)  # scaled as at the exact sample
     hoard.extend(bytes(50_000_000))
     sampler.sample()
-    assert measured == 2 * [os.getpid()]
+    assert measured.count(os.getpid()) == 2
     assert sampler.peak_bytes > before + 80_000_000
 
 

@@ -38,10 +38,11 @@ def refusal(folder: Path, **settings: Any) -> UserError:
     """Why `treadle run` with these settings is refused; nothing was started or written."""
     output = folder / "runs"
     flags = {name.replace("__", "."): value for name, value in settings.items()}
+    before = psutil.Process().children()
     with pytest.raises(UserError) as caught:
         start(load_run(None, {"output": str(output), **flags}), plain=True)
     assert not output.exists()
-    assert not psutil.Process().children()
+    assert psutil.Process().children() == before
     return caught.value
 
 
@@ -107,10 +108,11 @@ def test_a_resumed_run_is_checked_before_anything_starts(tmp_path: Path, monkeyp
     config = write_run(tmp_path)
     save_run(config.model_copy(update={"env": settle_environment(config.env)}), tmp_path / "config.json")
     monkeypatch.setitem(sys.modules, "tensorboard", None)
+    before = psutil.Process().children()
     with pytest.raises(SeveralProblems) as caught:
         resume(tmp_path, {"train.track": "tensorboard,wandb", "steps": "60"}, plain=True)
     assert [type(problem) for problem in caught.value.problems] == [MissingExtra, ConfigError]
-    assert not psutil.Process().children()
+    assert psutil.Process().children() == before
 
 
 @pytest.mark.parametrize(

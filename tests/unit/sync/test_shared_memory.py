@@ -102,11 +102,7 @@ def test_one_copy_is_for_one_trainer_process(shared, mode):
     _, layout, _ = shared
     config = TrainConfig(device="cpu", weight_bridge_mode=mode, single_copy=True)
     with pytest.raises(ConfigError, match="one copy of the weights is for one trainer process, and there are 2"):
-        share_policy(layout, config, TwoRanks())
-
-
-class TwoRanks(Ranks):
-    size = 2
+        share_policy(layout, config, Ranks(size=2))
 
 
 def own_logprobs(model, ids):
