@@ -28,7 +28,7 @@ from tests.doc_pages import ROOT, Command
 from treadle import cli
 from treadle.config.atropos import NO_EFFECT
 from treadle.config.flags import FlagParser
-from treadle.config.keys import explicit_keys
+from treadle.config.load import explicit_keys
 from treadle.envs.base import load_environment, prepare_task
 from treadle.errors import Problems
 from treadle.guides import GUIDES

@@ -1,6 +1,7 @@
 """Faults on purpose, for tests: `TREADLE_FAULT=store:before_commit:3:kill9` ends the process at the third passage.
 
 The points are named where they stand in the code. Without the variable a passage costs one comparison.
+`TREADLE_LATE=the batch of step:3` shortens the deadline of waits whose name contains the text to 3 seconds.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import signal
 import time
 
 VARIABLE = "TREADLE_FAULT"
+LATE_VARIABLE = "TREADLE_LATE"
 POINTS = (
     "store:before_commit",  # the rows are written, nothing is durable
     "store:after_commit",  # durable, not answered yet
@@ -30,7 +32,13 @@ class Injected(Exception):
 
 
 _wanted = os.environ.get(VARIABLE, "")
+_late, _, _late_s = os.environ.get(LATE_VARIABLE, "").rpartition(":")
 _passed = 0
+
+
+def deadline_of(wait: str, usual_s: float) -> float:
+    """The seconds after which a wait is late."""
+    return float(_late_s) if _late and _late in wait else usual_s
 
 
 def reach(point: str) -> None:

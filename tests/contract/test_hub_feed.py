@@ -36,7 +36,7 @@ def hub(folder: Path, *flags: str) -> Iterator[httpx.Client]:
 
 
 def feed_of(client: httpx.Client) -> HubFeed:
-    return HubFeed(str(client.base_url), lambda: None, Waits(), 300.0)
+    return HubFeed(str(client.base_url), lambda: None, Waits())
 
 
 def post(client: httpx.Client, *tags: int) -> None:
@@ -168,7 +168,7 @@ def test_errors_distinguish_a_hanging_hub_from_a_missing_one():
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        feed = HubFeed(f"{url}/t/secret", note_then_stop, waits, 300.0, answer_s=0.3)
+        feed = HubFeed(f"{url}/t/secret", note_then_stop, waits, answer_s=0.3)
         with pytest.raises(KeyboardInterrupt):
             feed.register(registration())
     assert seen[0] == (

@@ -133,7 +133,7 @@ async def env():
         await hub.post_groups([], "key")
 
 def trainer():
-    feed = HubFeed(url, lambda: None, Waits(), 1.0)
+    feed = HubFeed(url, lambda: None, Waits())
     feed.register(RegisterTrainer(
         wandb_group="", wandb_project="", batch_size=2, max_token_len=64, checkpoint_dir="c",
         save_checkpoint_interval=5, starting_step=0, num_steps=10,

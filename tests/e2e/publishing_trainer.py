@@ -68,8 +68,8 @@ class PublishingTrainer:
         self, model: Path, save_path: Path, url: str, mode: str, device: str, *, steps: int, write_s: float = 0.0
     ) -> None:
         config = TrainConfig(
-            model=str(model), save_path=save_path, engine_url=url, device=device, logprob_chunk=64, steps=steps,
-            lora_r=4, canary_share=1e-3, publish_timeout_s=60.0, **MODES[mode],
+            model=str(model), save_path=save_path, engine_url=url, device=device, steps=steps,
+            lora_r=4, publish_timeout_s=60.0, **MODES[mode],
         )  # fmt: skip
         self._sync = choose_sync(config)
         self.numbered = NumberedPolicy(self._sync.attach(), config, write_s)

@@ -114,7 +114,7 @@ def test_a_full_disk_at_the_start(tmp_path):
 
 def test_a_disk_that_fills_up_during_a_checkpoint_keeps_the_one_before(tmp_path):
     model = write_tiny_model(tmp_path / "model")
-    config = TrainConfig(dtype="float32", device="cpu", logprob_chunk=64)
+    config = TrainConfig(dtype="float32", device="cpu")
     policy = load_policy(model, config)
     optimizer = build_optimizer(policy, config)
     with small_disk(tmp_path / "disk", "16m") as disk:

@@ -16,7 +16,7 @@ STEPS = 3
 WORDS = (
     "--steps", str(STEPS), "--env.name", "echo", "--env.task", "digits", "--env.group-size", "16",
     "--env.max-token-length", "2", "--env.num-eval", "2", "--train.batch-size", "32", "--train.lr", "1e-6",
-    "--train.warmup-steps", "0", "--train.canary-share", "1", "--train.weight-bridge-mode", "delta",
+    "--train.warmup-steps", "0", "--train.verify-publish", "always", "--train.weight-bridge-mode", "delta",
     "--train.kl-coef", "0.1",  # so that every token is forwarded, whatever the scores are
     "--engine.dtype", "bfloat16", "--engine.max-num-seqs", "32", "--plain",
 )  # fmt: skip

@@ -52,12 +52,14 @@ def model(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-def run(output: Path, model: Path, *flags: str, fault: str = "", timeout_s: float = 120) -> tuple[str, int, Path]:
+def run(
+    output: Path, model: Path, *flags: str, fault: str = "", late: str = "", timeout_s: float = 120
+) -> tuple[str, int, Path]:
     """Everything that a run says, how it ends, and its folder."""
     done = subprocess.run(
         command(output / "runs", "--model", str(model), "--steps", "12", *TINY_RUN, "--env.num-eval", "0", *flags),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=environment(TREADLE_FAULT=fault), timeout=timeout_s, check=False,
+        env=environment(TREADLE_FAULT=fault, TREADLE_LATE=late), timeout=timeout_s, check=False,
     )  # fmt: skip
     return done.stdout, done.returncode, newest_run(output / "runs")
 
@@ -69,7 +71,7 @@ def log_of(run: Path, name: str) -> str:
 @pytest.mark.full  # the test of an environment below shows the same of another process
 def test_an_engine_that_hangs_between_two_tokens(model, tmp_path):
     printed, code, folder = run(
-        tmp_path, model, "--engine.patience-s", "3", "--stall-timeout-s", "12", fault="engine:step:6:sleep"
+        tmp_path, model, "--stall-timeout-s", "12", fault="engine:step:6:sleep", late="get on with a completion:3"
     )
     print(printed)
     alarm = r"watchdog: engine has waited \d+ s for the model to get on with a completion \(it holds \d+ running and"
@@ -96,8 +98,8 @@ def test_an_environment_whose_rollout_never_ends(model, tmp_path):
     task = tmp_path / "stuck.py"
     task.write_text(TASK.format(rewards="", rollout=HANGING_ROLLOUT))
     printed, code, folder = run(
-        tmp_path, model, "--env.name", str(task), "--env.task", "", "--train.patience-s", "3",
-        "--stall-timeout-s", "12",
+        tmp_path, model, "--env.name", str(task), "--env.task", "", "--stall-timeout-s", "12",
+        late="the batch of step:3",
     )  # fmt: skip
     print(printed)
     alarm = r"watchdog: trainer has waited \d+ s for the batch of step \d+ \(\d+ of 10 groups wait"
@@ -121,7 +123,7 @@ def test_a_reward_that_never_ends_costs_its_rollout_and_not_the_run(model, tmp_p
 
 
 def test_a_disk_that_does_not_take_what_was_posted(tmp_path):
-    hub = HubProcess(tmp_path, "--patience-s", "1")
+    hub = HubProcess(tmp_path, env={"TREADLE_LATE": "the disk to take:1"})
     try:
         hub.start(fault="store:before_commit:2:sleep")
         with hub.client() as client, pytest.raises(httpx.ReadTimeout):

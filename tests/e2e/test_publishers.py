@@ -104,7 +104,7 @@ def trainer_process(engine, save_path, mode, versions, write_s=0.0):
 
 def check_versions(engine, mode, answers):
     """Each token's logprob is the one that a version of its completion gives it."""
-    config = TrainConfig(model=str(engine.folder), device="cpu", logprob_chunk=64, lora_r=4, **MODES[mode])
+    config = TrainConfig(model=str(engine.folder), device="cpu", lora_r=4, **MODES[mode])
     numbered = NumberedPolicy(AttachedModel(folder=engine.folder, dtype="float32"), config)
     distinct = {
         (tuple(answer["policy_versions"][0]), tuple(answer["token_ids"][0]), *sampled_logprobs(answer)): None

@@ -13,7 +13,7 @@ STEPS = 7
 SMALL = (
     "--steps", str(STEPS), "--env.name", "echo", "--env.task", "digits", "--env.group-size", "16",
     "--env.max-token-length", "2", "--env.num-eval", "2", "--train.batch-size", "96", "--train.lr", "2e-3",
-    "--train.canary-share", "1", "--engine.dtype", "float32", "--engine.max-num-seqs", "96", "--plain",
+    "--train.verify-publish", "always", "--engine.dtype", "float32", "--engine.max-num-seqs", "96", "--plain",
 )  # fmt: skip
 ADAPTERS = ("--train.lora-target-modules", "q_proj", "v_proj", "up_proj", "down_proj")
 MODES = {
@@ -22,7 +22,7 @@ MODES = {
     "two copies, gloo": ("--train.use-shared-memory", "--train.broadcast-by", "gloo"),
     "lora_only": ("--train.weight-bridge-mode", "lora_only", *ADAPTERS),
     "lora_only, shared base": ("--train.weight-bridge-mode", "lora_only", "--train.single-copy", *ADAPTERS),
-    "lora_only, nf4": ("--train.weight-bridge-mode", "lora_only", "--train.base-quantization", "nf4", *ADAPTERS),
+    "lora_only, nf4": ("--train.weight-bridge-mode", "lora_only", "--train.quantization", "nf4", *ADAPTERS),
     "lora_restart": ("--train.weight-bridge-mode", "lora_restart", *ADAPTERS),
     "none": ("--train.weight-bridge-mode", "none"),
     "reload": ("--train.weight-bridge-mode", "reload", "--train.vllm-restart-interval", "2"),

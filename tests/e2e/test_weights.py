@@ -20,7 +20,7 @@ from treadle.train.policy import share_policy
 from treadle.wire.groups import ScoredGroup
 
 PROMPT = [20, 21, 22, 23]
-CONFIG = TrainConfig(device="cpu", logprob_chunk=64, micro_tokens=100_000)
+CONFIG = TrainConfig(device="cpu", micro_tokens=100_000)
 
 
 @pytest.fixture(scope="module")

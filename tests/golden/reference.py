@@ -54,9 +54,10 @@ def mismatch(token: Token, frozen: float) -> float:
 
 
 def is_masked(token: Token, frozen: float, options: Any) -> bool:
-    low, high = options.importance_mask_low, options.importance_mask_high
-    weight = mismatch(token, frozen)
-    return (low is not None and weight < low) or (high is not None and weight > high)
+    if options.importance_mask is None:
+        return False
+    low, high = options.importance_mask
+    return not low <= mismatch(token, frozen) <= high
 
 
 def ratios(logprobs: list[float], frozen: list[float], sequence: list[Token], options: Any) -> list[float]:
@@ -165,9 +166,9 @@ def metrics(logprobs: Rows, entropies: Rows, sequences: Sequences, options: Any,
             high += options.dual_clip is not None and r > options.dual_clip
         elif token.advantage > 0:
             high += r > 1 + options.clip_high
-    least = 0.5 if options.importance_mask_low is None else options.importance_mask_low
-    most = 2.0 if options.importance_cap is None else options.importance_cap
-    most = most if options.importance_mask_high is None else options.importance_mask_high
+    least, most = 0.5, 2.0 if options.importance_cap is None else options.importance_cap
+    if options.importance_mask is not None:
+        least, most = options.importance_mask
     total, policy = losses(logprobs, logprobs, sequences, options, constant)
     positive = [logprob for logprob, token in pairs if token.advantage > 0]
     negative = [logprob for logprob, token in pairs if token.advantage < 0]

@@ -20,7 +20,7 @@ VARIANTS = {
     "sequence_constant": {"aggregation": "sequence_constant"},
     "dual clip": {"dual_clip": 1.5},
     "trainer's old logprobs": {"old_logprobs": "trainer"},
-    "mask alone": {"importance_mask_low": 0.7, "importance_mask_high": 1.4},
+    "mask alone": {"importance_mask": (0.7, 1.4)},
     **{name: {"mismatch": name, "kl_coef": 0.05} for name in MISMATCHES},
     **{
         f"{estimator} against {target}": {"kl_coef": 0.3, "kl_estimator": estimator, "kl_against": target}

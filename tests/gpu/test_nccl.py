@@ -68,7 +68,7 @@ def engine(request, tmp_path, monkeypatch):
 
 def attached(url, way):
     config = TrainConfig(
-        device="cuda", engine_url=url, logprob_chunk=64, micro_tokens=10_000, use_shared_memory=True, canary_share=1,
+        device="cuda", engine_url=url, micro_tokens=10_000, use_shared_memory=True, verify_publish="always",
         publish_timeout_s=TIMEOUT_S, broadcast_by=way,
     )  # fmt: skip
     sync = BroadcastSync(config)

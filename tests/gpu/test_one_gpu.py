@@ -38,7 +38,7 @@ def test_published_weights_are_the_engines_own_and_logprobs_agree(engine, dtype,
     url = f"http://127.0.0.1:{port}"
     with running("engine", *flags, log=log) as process:
         wait_until_healthy(f"{url}/health", process, log, timeout_s=240)
-        config = TrainConfig(device="cuda", engine_url=url, logprob_chunk=64, micro_tokens=10_000, single_copy=True)
+        config = TrainConfig(device="cuda", engine_url=url, micro_tokens=10_000, single_copy=True)
         sync = SingleCopySync(config)
         attached = sync.attach()
         assert attached.layout.storages
@@ -87,8 +87,8 @@ def test_adapters_are_trained_on_a_base(engine, dtype, limit, base, tmp_path):
     with running("engine", *flags, log=log) as process:
         wait_until_healthy(f"{url}/health", process, log, timeout_s=240)
         config = TrainConfig(
-            device="cuda", engine_url=url, logprob_chunk=64, micro_tokens=10_000, weight_bridge_mode="lora_only",
-            single_copy=base == SHARED, base_quantization="none" if base == SHARED else "nf4",
+            device="cuda", engine_url=url, micro_tokens=10_000, weight_bridge_mode="lora_only",
+            single_copy=base == SHARED, quantization="none" if base == SHARED else "nf4",
             lora_target_modules=("q_proj", "up_proj"), save_path=tmp_path / "saved",
         )  # fmt: skip
         sync = LoraSwapSync(config)

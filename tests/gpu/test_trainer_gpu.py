@@ -148,7 +148,7 @@ def plain_gradient(folder):
 
 
 def gradient_of(folder, device, **changes):
-    config = TrainConfig(device=device, dtype="bfloat16", micro_tokens=400, logprob_chunk=32).model_copy(update=changes)
+    config = TrainConfig(device=device, dtype="bfloat16", micro_tokens=400).model_copy(update=changes)
     policy = load_policy(folder, config)
     optimizer = build_optimizer(policy, config)
     stats = accumulate_gradients(policy, pack(long_groups(), config), config)

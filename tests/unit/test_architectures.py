@@ -72,7 +72,7 @@ def test_engine_and_trainer_agree_with_the_models_own_code(config, tmp_path):
         scores=[0.0, 1.0, 2.5],
         inference_logprobs=[[1.0] * len(prompt) + s.logprobs for s in sequences],
     )
-    training = TrainConfig(dtype="float32", device="cpu", logprob_chunk=32, micro_tokens=1000)
+    training = TrainConfig(dtype="float32", device="cpu", micro_tokens=1000)
     (micro,) = pack([group], training).micros
     for policy in (load_policy(folder, training), share_policy(engine.layout, training)):  # own weights; the engine's
         torch.testing.assert_close(policy.score(micro)[0].detach(), sampled, atol=1e-4, rtol=0)

@@ -26,7 +26,7 @@ SHORT = (
     # Two steps that change the model, with on-policy rollouts only: trainer and engine differ by rounding, unless a
     # publish did not arrive.
     "--train.lr", "1e-4", "--train.warmup-steps", "0", "--env.max-age", "0",
-    "--train.canary-share", "1", "--train.vllm-restart-interval", "1", "--plain",
+    "--train.verify-publish", "always", "--train.vllm-restart-interval", "1", "--plain",
 )  # fmt: skip
 # vLLM warms up with the longest prompt batch that it accepts: a quarter of its start with the default model.
 SHORT_PROMPTS = ("--engine.max-model-len", "256", "--engine.vllm-args=--max-num-batched-tokens 256")

@@ -18,7 +18,7 @@ from treadle.budget.job import Budget, Mode, PlannedJob
 from treadle.budget.output import StartCommands, as_json, show
 from treadle.budget.shapes import find_shape, shape_of_size
 from treadle.budget.suggestions import SAFE, largest_micro_tokens, settings_of, suggest, take_less
-from treadle.config.keys import (
+from treadle.config.load import (
     explicit_keys,
     fitting_group_size,
     keys_in,
@@ -28,6 +28,7 @@ from treadle.config.keys import (
     with_values,
 )
 from treadle.config.schema import RunConfig, has_vllm
+from treadle.config.train import LOGPROB_CHUNK
 from treadle.envs.base import load_environment
 from treadle.errors import ConfigError, ModelError, TreadleError
 from treadle.formatting import gigabytes
@@ -177,17 +178,16 @@ def _job(
         optimizer=train.optimizer,
         gradient_bytes=4 if train.gradient_dtype == "float32" else 2,
         train_layers=train.train_layer_indices,
-        base_quantization=train.base_quantization,
+        quantization=train.quantization,
         lora=train.lora,
         lora_r=train.lora_r,
         lora_targets=train.lora_target_modules,
-        lora_layers=train.lora_layer_indices,
         micro_tokens=train.micro_tokens if has_gpu else min(train.micro_tokens, step_tokens),
         prompt_tokens=prompt,
         completion_tokens=completion,
         group_size=run.env.group_size,
         shares_prompts=train.share_prompts != "off",
-        logprob_chunk=train.logprob_chunk,
+        logprob_chunk=LOGPROB_CHUNK["cuda" if has_gpu else "cpu"],
         is_checkpointed=train.gradient_checkpointing,
         # Layers are compiled only with variable-length attention on a GPU.
         is_compiled=(

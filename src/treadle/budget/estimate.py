@@ -327,7 +327,7 @@ def kept_bytes(job: PlannedJob) -> float:
     shape = job.shape
     last_norm = (_FP32 + 2 * job.weight_bytes) * shape.hidden
     layer = job.weight_bytes * shape.hidden if job.is_checkpointed else sum(kept_per_layer(job).values())
-    chosen = job.lora_layers if job.lora else job.train_layers
+    chosen = job.train_layers
     num_layers = shape.num_layers - (min(chosen) if chosen else 0)  # the backward pass ends at the first trained one
     return job.tokens_at_once * (num_layers * layer + last_norm)
 

@@ -38,10 +38,9 @@ class PlannedJob:
     gradient_bytes: int = 4
     train_layers: tuple[int, ...] | None = None
     lora: bool = False
-    base_quantization: Quantization = "none"
+    quantization: Quantization = "none"
     lora_r: int = 16
     lora_targets: tuple[str, ...] = ("q_proj", "v_proj")
-    lora_layers: tuple[int, ...] | None = None
     # one micro-batch
     micro_tokens: int = 16_384
     prompt_tokens: int = 1024
@@ -100,7 +99,7 @@ class PlannedJob:
     def model_bytes(self) -> float:
         """One copy of the model. nf4 quantizes the matrices of the layers; embeddings, output layer and norms stay."""
         shape = self.shape
-        if self.base_quantization == "none":
+        if self.quantization == "none":
             return float(shape.num_params * self.weight_bytes)
         matrices = shape.num_layers * shape.num_matrix_params
         return NF4_BYTES * matrices + self.weight_bytes * (shape.num_params - matrices)
@@ -109,7 +108,7 @@ class PlannedJob:
     def num_trained(self) -> int:
         """Parameters with gradients and optimizer state."""
         if self.lora:
-            layers = self.shape.num_layers if self.lora_layers is None else len(self.lora_layers)
+            layers = self.shape.num_layers if self.train_layers is None else len(self.train_layers)
             return layers * sum(self.lora_r * sum(self.shape.linears[name]) for name in self.lora_targets)
         if self.train_layers is not None:
             return len(self.train_layers) * self.shape.num_layer_params
@@ -151,16 +150,11 @@ def _check_modes(job: PlannedJob) -> None:
 
 
 def _check_layers(job: PlannedJob) -> None:
-    for flag, layers in (("train-layer-indices", job.train_layers), ("lora-layer-indices", job.lora_layers)):
-        if layers is not None and (not layers or max(layers) >= job.shape.num_layers):
-            raise ConfigError(
-                f"--train.{flag} must name layers from 0 to {job.shape.num_layers - 1}",
-                fix=f"correct --train.{flag}",
-            )
-    if job.lora and job.train_layers is not None:
+    layers = job.train_layers
+    if layers is not None and (not layers or max(layers) >= job.shape.num_layers):
         raise ConfigError(
-            "train_layer_indices chooses among the model's own weights, and with lora none of them is trained",
-            fix="choose the layers that get adapters with --train.lora-layer-indices",
+            f"--train.train-layer-indices must name layers from 0 to {job.shape.num_layers - 1}",
+            fix="correct --train.train-layer-indices",
         )
 
 

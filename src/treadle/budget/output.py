@@ -99,8 +99,8 @@ class StartCommands:
             train = {"max_age": age} | train
         if mode.adapters:
             engine |= {"enable_lora": "true", "max_lora_rank": str(job.lora_r)}
-            if job.base_quantization != "none":
-                engine = {"quantization": job.base_quantization} | engine
+            if job.quantization != "none":
+                engine = {"quantization": job.quantization} | engine
         if job.engine_gpus == 0:
             engine = {"device": "cuda:0"} | engine
             if mode.in_memory or job.mode == "single-copy":

@@ -56,7 +56,7 @@ class _Change:
 
 
 _NO_CHANGE = _Change()
-NF4_BASE = ("--train.weight-bridge-mode lora_only", "--train.base-quantization nf4")
+NF4_BASE = ("--train.weight-bridge-mode lora_only", "--train.quantization nf4")
 SHARED_BASE = ("--train.weight-bridge-mode lora_only", "--train.single-copy true")  # one copy of the frozen base model
 
 
@@ -128,17 +128,18 @@ def largest_micro_tokens(job: PlannedJob, machine: Machine) -> int | None:
 def _ways(job: PlannedJob, machine: Machine) -> Iterator[_Change]:
     """Ways to train; `_cheapest_fit` combines each with smaller changes."""
     kinds = [_NO_CHANGE, *_optimizers(job, machine)]
-    if not job.lora and job.train_layers is None:
+    can_adapt = job.lora or job.train_layers is None  # else the user chose weights of the model
+    if can_adapt and not job.lora:
         kinds.append(_Change((("lora", True), ("mode", "lora")), ("--train.lora true",), 10))
     is_shared_base = job.lora and job.mode == "single-copy"
     is_one_gpu = (job.train_gpus, job.engine_gpus) == (1, 0)
-    can_quantize = machine.has_gpu and is_one_gpu and job.train_layers is None and not is_shared_base
-    if can_quantize and job.base_quantization == "none":
-        fields = (("lora", True), ("mode", "lora"), ("base_quantization", "nf4"))
+    can_quantize = machine.has_gpu and is_one_gpu and can_adapt and not is_shared_base
+    if can_quantize and job.quantization == "none":
+        fields = (("lora", True), ("mode", "lora"), ("quantization", "nf4"))
         flags = NF4_BASE if job.lora else ("--train.lora true", *NF4_BASE)
         kinds.append(_Change(fields, flags, 3.0 if job.lora else 13.0))
     yield from kinds
-    if job.train_layers is None and is_one_gpu and not is_shared_base:
+    if can_adapt and is_one_gpu and not is_shared_base:
         flags = SHARED_BASE if job.lora else ("--train.lora true", *SHARED_BASE)
         yield _Change((("lora", True), ("mode", "single-copy")), flags, 0.25 if job.lora else 9.75)
     if not machine.has_gpu:

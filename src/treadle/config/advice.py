@@ -15,8 +15,9 @@ from functools import cache
 
 from pydantic import BaseModel
 
+from treadle.config.files import SECTIONS, names_in
 from treadle.config.schema import RunConfig
-from treadle.config.section import Section, spellings_of
+from treadle.config.section import spellings_of
 
 WHOLE_RUN = ("run", "matrix", "plan", "doctor")  # verbs that take the flags of all sections, with dots
 VERB_OF_SECTION = {"hub": "hub", "engine": "engine", "train": "train", "env": "env", "openai": "env"}
@@ -94,11 +95,10 @@ def _spelled(name: str, verb: str, section: str) -> str:
 @cache
 def _flags() -> dict[str, frozenset[str]]:
     """The names of flags without dashes and sections: {"run": {"model", "steps", ...}, "hub": {"port", ...}, ...}."""
-    sections = {name: field.default for name, field in RunConfig.model_fields.items()}
-    found = {name: _names(type(default)) for name, default in sections.items() if isinstance(default, Section)}
+    found = {name: _names(kind) for name, kind in SECTIONS.items()}
     own = _names(RunConfig) - {*found, "envs"} | {"env"}
     return {"run": own | _OF_RUN_ALONE | {"config"}, **{name: flags | {"config"} for name, flags in found.items()}}
 
 
 def _names(model: type[BaseModel]) -> frozenset[str]:
-    return frozenset(flag.replace("_", "-") for name in model.model_fields for flag in spellings_of(name))
+    return frozenset(name.replace("_", "-") for name in names_in(model))

@@ -1,10 +1,14 @@
 """List the spellings of settings that are accepted beside ours, and the flags that are accepted and do nothing.
 
-Most are those of Atropos' environments and example trainer, whose command lines and files work unchanged. Settings of
-Atropos that set another of our settings (`clip_eps`, `vllm_port`, `use_wandb`) are fields of the section `train`.
+Most are those of Atropos' environments and example trainer, whose command lines and files work unchanged.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from treadle.errors import ConfigError
 
 # Field -> other spellings of its flag and key, in every section that has the field.
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -18,7 +22,52 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "inference_weight": ("weight",),
     "use_trackers": ("use_wandb",),
     "tensor_parallel_size": ("tp",),
+    "train_layer_indices": ("lora_layer_indices",),
 }
+
+
+class Shorthand(NamedTuple):
+    """A flag and key of the section `train` that sets other settings of it."""
+
+    metavar: str
+    help: str
+    sets: tuple[str, ...]
+    value: Callable[[Any, Any], Any]  # (the value given, the present one of the setting) -> the new one
+
+
+def _local_url(port: Any, _: Any) -> str:
+    if not str(port).isdecimal() or not 1 <= int(port) <= 65535:
+        raise ConfigError(f"'train.vllm_port' is {port!r}, and ports are 1 to 65535", fix="correct --train.vllm-port")
+    return f"http://127.0.0.1:{port}"
+
+
+def _with_wandb(is_used: Any, track: Any) -> Any:
+    if str(is_used).lower() in ("false", "0", "no", "off"):
+        return track or ()
+    present = track.replace(",", " ").split() if isinstance(track, str) else track or ()
+    return tuple(dict.fromkeys([*present, "wandb"]))
+
+
+SHORTHANDS: dict[str, Shorthand] = {
+    "clip_eps": Shorthand("X", "sets clip_low and clip_high", ("clip_low", "clip_high"), lambda bound, _: bound),
+    "vllm_port": Shorthand("N", "sets engine_url to this port of this machine", ("engine_url",), _local_url),
+    "use_wandb": Shorthand("TRUE|FALSE", "adds wandb to track", ("track",), _with_wandb),
+}
+
+
+def expand_shorthands(train: dict[str, Any]) -> None:
+    """Replace each shorthand by the settings that it sets.
+
+    >>> train = {"clip_eps": 0.2, "lr": 1e-5}
+    >>> expand_shorthands(train)
+    >>> train
+    {'lr': 1e-05, 'clip_low': 0.2, 'clip_high': 0.2}
+    """
+    for name in SHORTHANDS.keys() & train.keys():
+        given = train.pop(name)
+        if given is not None:
+            train |= {key: SHORTHANDS[name].value(given, train.get(key)) for key in SHORTHANDS[name].sets}
+
 
 _TOKENIZER = "the tokenizer is that of --openai.model, or of the engine's own model"
 _EVALUATION = "an evaluation runs beside training, on --env.eval-limit-ratio of the engine"
@@ -32,6 +81,7 @@ NO_EFFECT: dict[str, str] = {
     "env.tokenizer-name": _TOKENIZER,
     "env.batch-size": "the trainer says how large a batch is",
     "env.num-rollouts-per-group-for-logging": "one rollout of a group is in the table; all of them are in the hub",
+    "env.num-rollouts-to-keep": "a table of rollouts has 32 rows; all of them are in the hub",
     "env.min-items-sent-before-logging": "metrics are sent with every group",
     "env.include-messages": "messages are always sent",
     "env.max-eval-workers": _EVALUATION,

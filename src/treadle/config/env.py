@@ -62,7 +62,6 @@ class ServerConfig(Section):
         "empty: $TREADLE_ENGINE_TOKEN, which process lists do not show",
     )
     timeout: Seconds = option(1200.0, "seconds to wait for one completion")
-    patience_s: Seconds = shared("patience_s", "no completion finishes")
 
     @model_validator(mode="after")
     def _a_key_for_each(self) -> ServerConfig:
@@ -136,7 +135,6 @@ class RewardOptions(Section):
         "score with these instead of the environment's own: names, FILE.py:FUNCTION, or JSON with weights: "
         """'[{"type": "my.py:is_polite", "weight": 0.2}]'""",
     )
-    brevity: NotNegative = option(0.0, "arithmetic: bonus for a right answer that ends early, at most this much")
     length_penalty: bool = option(
         False,
         "when a whole group is right: full reward up to half of max_token_length, then falling to none",
@@ -167,7 +165,6 @@ class PaceOptions(Section):
     max_age: Count = shared("max_age", default=DEFAULT_MAX_AGE)
     max_num_workers: int = option(-1, "stream: groups in flight at most; -1: as many as the engine works on")
     worker_timeout: Seconds = option(600.0, "stream: seconds after which a group is given up and sampled again later")
-    patience_s: Seconds = shared("patience_s", "the trainer takes no step", default=600.0)
     state_dir: Path = option(
         Path("treadle-env"), "folder for the cursor, and for groups that the hub has not taken yet"
     )
@@ -197,7 +194,6 @@ class EvaluationOptions(Section):
     data_dir_to_save_evals: Path | None = option(None, "folder for the evaluations' results")
     data_path_to_save_groups: Path | None = option(None, "also write every group to this JSONL file")
     use_trackers: bool = option(True, "log evaluations and some rollouts to the trackers that the trainer uses")
-    num_rollouts_to_keep: Count = option(32, "rows in each table of rollouts logged to the trackers; 0: no tables")
 
 
 class EnvConfig(DataOptions, RewardOptions, PaceOptions, EvaluationOptions):

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from treadle.config.atropos import SHORTHANDS
 from treadle.config.files import SECTIONS
 from treadle.config.load import suggest
 from treadle.config.schema import RunConfig
@@ -175,6 +176,19 @@ def add_flags(
             group = parser.add_argument_group("the run")
         for name, field in fields.items():
             _add_flag(group, name, field, flag_prefix=prefix if dotted else "", key=prefix + name)
+    if model is SECTIONS["train"]:
+        _add_shorthands(parser, prefix=prefix, dotted=dotted)
+
+
+def _add_shorthands(parser: argparse.ArgumentParser, *, prefix: str, dotted: bool) -> None:
+    title = f"{prefix.rstrip('.')}: shorthands" if dotted else "shorthands"
+    group = parser.add_argument_group(title, "Flags of Atropos that set other flags.")
+    for name, shorthand in SHORTHANDS.items():
+        takes: dict[str, Any] = {"nargs": "?", "const": "true"} if "|" in shorthand.metavar else {}
+        flag = f"--{prefix if dotted else ''}{name}".replace("_", "-")
+        group.add_argument(
+            flag, dest=prefix + name, default=argparse.SUPPRESS, metavar=shorthand.metavar, help=shorthand.help, **takes
+        )
 
 
 def _by_class(model: type[BaseModel]) -> dict[type[BaseModel], dict[str, FieldInfo]]:
@@ -240,7 +254,7 @@ def _metavar(name: str, field: FieldInfo) -> str:
     """What to put there: `--normalize-std [TRUE|FALSE]`, `--steps N`, `--lr X`, `--metrics-file FILE`."""
     kind, last_word = _plain_kind(field.annotation), name.rpartition("_")[2].upper()
     if get_origin(kind) is tuple:
-        return "RANGE" if _plain_kind(get_args(kind)[0]) is int else "URL" if last_word == "URL" else "NAME"
+        return {int: "RANGE", float: "X"}.get(_plain_kind(get_args(kind)[0]), "URL" if last_word == "URL" else "NAME")
     if get_origin(kind) is Literal:
         return "NAME"
     if kind is Path:

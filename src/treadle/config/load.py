@@ -1,4 +1,4 @@
-"""Load a RunConfig from files and flag values; errors name the key, the value and the fix."""
+"""Load, save, read and change a RunConfig; errors name the key, the value and the fix."""
 
 from __future__ import annotations
 
@@ -13,16 +13,26 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from treadle.config.env import EnvConfig, labels_of, parse_environments
-from treadle.config.files import SECTIONS, names_in, read_file, with_our_names
+from treadle.config.atropos import SHORTHANDS, expand_shorthands
+from treadle.config.env import MIN_GROUP_SIZE, EnvConfig, labels_of, parse_environments
+from treadle.config.files import (
+    SECTIONS,
+    VARIABLE,
+    names_in,
+    read_file,
+    require_secrets,
+    restore_secrets,
+    with_our_names,
+    without_secrets,
+)
 from treadle.config.schema import RunConfig
-from treadle.config.secret_settings import VARIABLE, require_secrets, restore_secrets, without_secrets
 from treadle.config.section import SHARED_BY, set_value
 from treadle.config.sync import FIND_BRIDGE_FILE
 from treadle.config.train import MISMATCHES, OBJECTIVES
 from treadle.errors import ConfigError
 
 DERIVED = "derived"  # in a run's config.json: values that the launcher chose for this one run, such as its ports
+PROMPT_ROOM = 1024  # tokens before a completion
 T = TypeVar("T", bound=BaseModel)
 
 
@@ -53,6 +63,7 @@ def load_run(
             found = merge_derived(found) if with_derived else {key: found[key] for key in found if key != DERIVED}
         values, notes = with_our_names(found, path)
         sys.stderr.writelines(f"{note}\n" for note in notes)
+        expand_shorthands(values.get("train", {}))
         if spreads:
             _spread(values)
     restore_secrets(values, os.environ)
@@ -67,6 +78,7 @@ def load_run(
         else:
             _check_place(dotted, len(values.get("envs", ())))
             set_value(values, dotted, value)
+    expand_shorthands(values.get("train", {}))
     return parse(RunConfig, values, source=str(path) if path else source)
 
 
@@ -250,7 +262,7 @@ def _first_problem(model: type[BaseModel], error: ValidationError, source: str) 
         return f"unknown key '{dotted}' in {source}", hint or "treadle run --help-all lists all settings"
     if problem["type"] == "value_error":
         return f"{source}: {problem['msg'].removeprefix('Value error, ')}", ""
-    flag = "--" + dotted.replace("_", "-")
+    flag = "--" + ".".join(part for part in place if not part.isdecimal()).replace("_", "-")  # not a place in a list
     return f"'{dotted}' is {problem['input']!r} in {source}: {problem['msg'].lower()}", f"correct {flag}"
 
 
@@ -271,3 +283,82 @@ def _nearest_key(model: type[BaseModel], place: list[str]) -> str:
         return f"did you mean {' or '.join(exact)}?"
     near = "" if own is None else suggest(key, names_in(own))
     return near or suggest(key, [prefix + name for prefix, names in elsewhere.items() for name in names])
+
+
+# ---- settings by dotted keys such as "hub.port", and settings that follow from others
+
+
+def explicit_keys(config: BaseModel, prefix: str = "") -> frozenset[str]:
+    """The keys that the user gave: `--hub.port 8100 --steps 9` -> {"hub.port", "steps"}; "envs.1.task"."""
+    keys: set[str] = set()
+    for name in config.model_fields_set:
+        value = getattr(config, name)
+        if name == "envs":
+            keys |= {key for place, env in enumerate(value) for key in explicit_keys(env, f"envs.{place}.")}
+        else:
+            keys |= explicit_keys(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else {prefix + name}
+    return frozenset(keys)
+
+
+def keys_in(config: RunConfig, overrides: Iterable[str]) -> frozenset[str]:
+    """The settings that flags change: "env.seed" stands for the seed of each environment."""
+    keys: set[str] = set()
+    for key in overrides:
+        section, _, name = key.rpartition(".")
+        if section == "env":
+            keys |= set(config.keys_of_envs(name))
+        elif section == "train" and name in SHORTHANDS:
+            keys |= {f"train.{setting}" for setting in SHORTHANDS[name].sets}
+        else:
+            keys.add(key)
+    return frozenset(keys)
+
+
+def value_of(config: RunConfig, dotted: str) -> Any:
+    """The value of a setting: `value_of(config, "hub.port")`."""
+    value: Any = config
+    for name in dotted.split("."):
+        value = value[int(name)] if isinstance(value, tuple) else getattr(value, name)
+    return value
+
+
+def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """A copy with `values` ({"hub.port": 8100}) replaced, validated as a whole."""
+    merged = config.model_dump()
+    for dotted, value in values.items():
+        set_value(merged, dotted, value)
+    return parse(RunConfig, merged, source="the command line")
+
+
+def choose_steps(config: RunConfig, explicit: frozenset[str]) -> int:
+    """`--steps` and `--train.steps` are the same setting; two different values are an error."""
+    if "train.steps" not in explicit or config.train.steps == config.steps:
+        return config.steps
+    if "steps" in explicit:
+        raise ConfigError(f"steps = {config.steps} and train.steps = {config.train.steps}", fix="give only steps")
+    return config.train.steps
+
+
+def longest_sequence(config: RunConfig, explicit: frozenset[str]) -> int:
+    """Maximum sequence length of engine and trainer: as the user gave it for one, else a prompt and a completion."""
+    given = {"engine.max_model_len": config.engine.max_model_len, "train.seq_len": config.train.seq_len}
+    asked = [value for key, value in given.items() if key in explicit]
+    completion = max(env.max_token_length for env in config.environments)
+    wanted = -(-(completion + PROMPT_ROOM) // 256) * 256
+    return min(asked) if asked else max(*given.values(), wanted)
+
+
+def fitting_group_size(group_size: int, batch_size: int) -> int:
+    """The group size, or the batch size if that is smaller: a batch consists of whole groups.
+
+    >>> fitting_group_size(8, 4), fitting_group_size(8, 64)
+    (4, 8)
+    """
+    return batch_size if MIN_GROUP_SIZE <= batch_size < group_size else group_size
+
+
+def with_fitting_groups(config: RunConfig, explicit: frozenset[str]) -> RunConfig:
+    """A copy with groups no larger than a batch, unless the user chose their size."""
+    keys = [key for key in config.keys_of_envs("group_size") if key not in explicit]
+    sequences = config.train.sequences_per_step
+    return with_values(config, {key: fitting_group_size(value_of(config, key), sequences) for key in keys})

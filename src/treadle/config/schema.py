@@ -36,21 +36,19 @@ class HubConfig(Section):
     allowed_hosts: str = shared("allowed_hosts")
     # batches
     lease_s: Seconds = option(600.0, "seconds after which a batch that was not acknowledged is given out again")
-    max_deliveries: PositiveInt = option(5, "a batch that failed this often is set aside (dead-lettered)")
     max_age: Count | None = shared("max_age", "older groups are stale; empty: none is")
     stale: Literal["drop", "downweight"] = option(
         "drop", "what happens to stale groups; given to treadle run, it bounds the age by the run's max_age"
     )
-    unversioned: Literal["take", "refuse"] = option("take", "what happens to groups without a policy version")
     # limits
-    queue_limit_groups: PositiveInt = option(10_000, "groups that may wait before posts are answered 503")
-    queue_limit_bytes: PositiveInt = option(4 * 2**30, "bytes that may wait before posts are answered 503")
+    queue_limit_groups: PositiveInt = option(
+        10_000, "groups that may wait before posts are answered 503; so are they at 4 GiB of groups"
+    )
     keep_trained_bytes: Count = option(16 * 2**30, "bytes of trained groups that are kept for replay and for the page")
     max_body_bytes: PositiveInt = option(64 * 2**20, "largest request body, inflated; compressed, a quarter of it")
     read_timeout_s: Seconds = option(
         30.0, "seconds for the headers of a request; a body slower than 16 KiB/s over this time is refused too"
     )
-    patience_s: Seconds = shared("patience_s", "the disk takes nothing", default=20.0)
     validation_workers: Count = option(
         0, "processes that validate posted groups; 0: one less than there are cores, at most 4"
     )
@@ -82,17 +80,10 @@ class EngineConfig(Section):
     threads: Count = shared("threads", "vLLM on a CPU: all but one")
     max_num_seqs: PositiveInt = option(128, "completions that are generated at the same time")
     max_model_len: PositiveInt = option(2048, "longest prompt plus completion, in tokens")
-    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = option(
-        "processed_logprobs", "logprobs of the distribution that was sampled from, or of the model at temperature 1"
-    )
     weights_file: Path | None = option(None, "share the weights through this memory-mapped file")
-    pause_timeout_s: Seconds = option(120.0, "seconds to wait for running requests when weights change")
-    patience_s: Seconds = shared("patience_s", "running requests make no progress")
     # adapters
     enable_lora: bool = option(False, "take LoRA adapters while serving")
-    quantization: Quantization = option(
-        "none", "serve the model in 4 bits (nf4, bitsandbytes): for adapters alone; treadle run sets it"
-    )
+    quantization: Quantization = shared("quantization", "treadle run sets it to that of the trainer")
     max_lora_rank: PositiveInt = option(64, "the largest rank an adapter may have")
     adapter_root: Path | None = option(
         None,
@@ -105,10 +96,8 @@ class EngineConfig(Section):
     )
     tensor_parallel_size: PositiveInt = option(1, "vLLM: GPUs that share the model")
     enforce_eager: bool = option(False, "vLLM: no CUDA graphs and no torch.compile (slower; for finding faults)")
-    kv_cache_gib: PositiveInt = option(1, "vLLM on a CPU: memory for the KV cache")
     vllm_python: str = option("", "the Python that has vLLM; empty: this one")
     vllm_args: str = option("", "vLLM: further flags of its own, passed on as they are")
-    start_timeout_s: Seconds = option(900.0, "vLLM: seconds to wait for it to load")
 
     @model_validator(mode="after")
     def _shares_no_packed_weights(self) -> EngineConfig:
@@ -236,13 +225,6 @@ class RunConfig(Section):
             raise ConfigError(
                 f"an engine on {self.engine.tensor_parallel_size} GPUs (tensor parallel) shares no weights",
                 fix="leave --train.single-copy out, or use an engine on one GPU",
-            )
-        other = next((env.temperature for env in self.environments if env.temperature != 1), None)
-        if self.engine.logprobs_mode == "raw_logprobs" and other is not None:
-            raise ConfigError(
-                f"raw logprobs are those of temperature 1, and rollouts are sampled at {other:g}: every ratio would be "
-                "wrong",
-                fix=f"{flag}logprobs-mode processed_logprobs",
             )
 
 

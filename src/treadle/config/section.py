@@ -49,9 +49,12 @@ _SHARED: dict[str, tuple[Any, str]] = {
         None,
         "largest age of a trained rollout: trainer's policy version minus the rollout's; 0: strictly on-policy",
     ),
-    "patience_s": (900.0, "dump the stacks of the waiting processes to their logs if {} within this many seconds"),
     "device": ("auto", "cpu, cuda, cuda:0, ...; auto takes a GPU when there is one"),
     "threads": (0, "compute threads; 0 takes every core"),
+    "quantization": (
+        "none",
+        "with adapters: keep the frozen model in 4 bits (nf4, bitsandbytes), in trainer and engine",
+    ),
     "host": ("127.0.0.1", "address to listen on; another than loopback needs a token"),
     "token_file": (None, "file of the token that calls must carry; made when it is not there"),
     "allowed_hosts": ("", "further names and addresses, comma-separated, that clients call this machine by"),
@@ -71,9 +74,7 @@ _SAME: Any = object()
 def shared(name: str, note: str = "", *, default: Any = _SAME, default_text: str = "") -> Any:
     """Declare a setting that several sections have; `note` says what is particular to this one."""
     usual, help = _SHARED[name]
-    full = (
-        help.format(note) if "{}" in help else f"{help}{' ' if note.startswith('(') else '; '}{note}" if note else help
-    )
+    full = f"{help}{' ' if note.startswith('(') else '; '}{note}" if note else help
     return option(usual if default is _SAME else default, full, default_text=default_text)
 
 

@@ -69,16 +69,15 @@ class SyncOptions(Section):
         None,
         "seconds for one publish; a slower engine ends the run with an error; empty: 180, and 900 where it restarts",
     )
-    verify_publish: bool = option(
-        True, "verify every publish: fingerprints of the weights, and logprobs of a canary prompt"
+    verify_publish: Literal["auto", "always", "off"] = option(
+        "auto",
+        "verify every publish by fingerprints of the weights, and at times by logprobs of a canary prompt; always: the "
+        "canary at every publish too; off: neither",
     )
     canary_tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = option(
         None,
         "nats that trainer and engine may be apart on the canary in the mean, and ten times that on one token; "
         f"empty: {CANARY_BOUNDS_TEXT}",
-    )
-    canary_share: Annotated[float, Field(ge=0, le=1)] = option(
-        0.0025, "share of the run's time that canaries may take; 1: one at every publish"
     )
 
     @model_validator(mode="before")

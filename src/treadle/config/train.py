@@ -16,7 +16,6 @@ from treadle.config.section import (
     Dtype,
     Layers,
     Names,
-    Port,
     PositiveInt,
     Seconds,
     Section,
@@ -28,13 +27,14 @@ from treadle.config.sync import Quantization, SyncOptions
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+AboveZero = Annotated[float, Field(gt=0)]  # or infinite
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Automatic = Literal["auto", "on", "off"]
 
 
-# Values of settings that are 0, by device: for a core's caches and little memory, or to keep a GPU busy.
-ON_CPU = {"micro_tokens": 1024, "logprob_chunk": 2048}
-ON_GPU = {"micro_tokens": 16_384, "logprob_chunk": 8192}
+# By device: for a core's caches and little memory, or to keep a GPU busy.
+MICRO_TOKENS = {"cpu": 1024, "cuda": 16_384}
+LOGPROB_CHUNK = {"cpu": 2048, "cuda": 8192}  # entries of the vocabulary whose logits exist at the same time
 # bf16 weights round small steps away, so they need larger ones (docs/experiments.md).
 FLOAT32_LR = 2e-5
 
@@ -61,13 +61,11 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 MISMATCHES: dict[str, dict[str, Any]] = {
-    "none": {"importance_cap": None, "importance_mask_low": None, "importance_mask_high": None},
+    "none": {"importance_cap": None, "importance_mask": None},
     "tis": {"old_logprobs": "trainer", "importance_cap": 2.0},
-    "icepop": {"old_logprobs": "trainer", "importance_mask_low": 0.5, "importance_mask_high": 5.0},
-    "strict": {
-        "old_logprobs": "trainer", "importance_cap": 2.0, "importance_mask_low": 0.5, "importance_mask_high": 5.0,
-    },
-}  # fmt: skip
+    "icepop": {"old_logprobs": "trainer", "importance_mask": (0.5, 5.0)},
+    "strict": {"old_logprobs": "trainer", "importance_cap": 2.0, "importance_mask": (0.5, 5.0)},
+}
 
 
 class ObjectiveOptions(Section):
@@ -89,16 +87,14 @@ class ObjectiveOptions(Section):
         "token", "importance ratio of each token, or one of the sequence: mean (GSPO) or sum of its tokens' logs"
     )
     surrogate: Literal["clip", "cispo"] = option("clip", "PPO's clipped gain, or a clipped weight on the logprob")
-    clip_eps: Positive | None = option(None, "sets clip_low and clip_high at once")
     clip_low: Annotated[float, Field(gt=0, lt=1)] = option(0.2, "the ratio is clipped below 1 - this")
     clip_high: Positive = option(0.28, "the ratio is clipped above 1 + this")
     dual_clip: Annotated[float, Field(gt=1)] | None = option(
         None, "bounds the loss of a bad token that became likelier by this ratio; empty: no bound"
     )
     aggregation: Literal["token_mean", "sequence_mean", "sequence_constant"] = option(
-        "token_mean", "mean over tokens, mean over sequences of their token means, or sequence sums over a constant"
+        "token_mean", "mean over tokens, mean over sequences of their token means, or sequence sums over seq_len"
     )
-    aggregation_length: PositiveInt | None = option(None, "the constant of sequence_constant; empty: seq_len")
     epochs: PositiveInt = option(1, "optimizer updates per batch; the old logprobs stay those of the first")
     old_logprobs: Literal["rollout", "trainer"] = option(
         "rollout",
@@ -113,16 +109,14 @@ class ObjectiveOptions(Section):
     reference_offload: bool = option(False, "keep the reference's weights in host memory and bring them layer by layer")
     # engine and trainer disagree
     mismatch: Literal["none", "tis", "icepop", "strict"] | None = option(
-        None, "truncated importance sampling, IcePop's mask, or both, by name: sets the three settings below"
+        None,
+        "truncated importance sampling, IcePop's mask, or both, by name: sets old_logprobs and the two settings below",
     )
     importance_cap: Positive | None = option(
         None, "weights by trainer/engine probability, at most this; needs old_logprobs trainer; empty: off"
     )
-    importance_mask_low: NotNegative | None = option(
-        None, "tokens whose trainer/engine probability is below carry no loss"
-    )
-    importance_mask_high: Positive | None = option(
-        None, "tokens whose trainer/engine probability is above carry no loss"
+    importance_mask: Annotated[tuple[NotNegative, AboveZero] | None, BeforeValidator(parse_names)] = option(
+        None, "LOW HIGH: tokens whose trainer/engine probability is outside carry no loss; empty: off"
     )
 
     @model_validator(mode="before")
@@ -132,10 +126,7 @@ class ObjectiveOptions(Section):
         if not isinstance(values, dict):
             return values
         named = OBJECTIVES.get(str(values.get("objective")), {}) | MISMATCHES.get(str(values.get("mismatch")), {})
-        values = named | values
-        if values.get("clip_eps") is not None:  # it is not kept: the two it sets are
-            values |= {"clip_low": values["clip_eps"], "clip_high": values["clip_eps"], "clip_eps": None}
-        return values
+        return named | values
 
     @model_validator(mode="after")
     def _fits_together(self) -> ObjectiveOptions:
@@ -144,11 +135,9 @@ class ObjectiveOptions(Section):
                 "importance_cap weights the trainer's own old logprobs; against the engine's the ratio holds that "
                 "factor already: set old_logprobs to trainer"
             )
-        low, high = self.importance_mask_low, self.importance_mask_high
-        if low is not None and high is not None and low >= high:
-            raise ValueError(
-                f"importance_mask_low {low} is not below importance_mask_high {high}: nothing would be left"
-            )
+        if self.importance_mask is not None and self.importance_mask[0] >= self.importance_mask[1]:
+            low, high = self.importance_mask
+            raise ValueError(f"importance_mask {low:g} {high:g} leaves no token: the lower bound comes first")
         return self
 
 
@@ -161,47 +150,40 @@ class OptimizerOptions(Section):
     lr: Positive = option(4e-5, f"peak learning rate; treadle run takes {FLOAT32_LR:g} in float32")
     warmup_steps: Count = option(3, "steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = option("linear", "learning rate after the warm-up")
-    beta1: Fraction = option(0.9, "AdamW: decay of the mean")
-    beta2: Fraction = option(0.99, "AdamW: decay of the mean square")
+    betas: Annotated[tuple[Fraction, Fraction], BeforeValidator(parse_names)] = option(
+        (0.9, 0.99), "AdamW: decay of the mean, and of the mean square"
+    )
     weight_decay: NotNegative = option(0.0, "decoupled weight decay")
-    max_grad_norm: Annotated[float, Field(gt=0)] = option(1.0, "gradients are clipped to this norm; inf: never")
+    max_grad_norm: AboveZero = option(1.0, "gradients are clipped to this norm; inf: never")
     adafactor_relative_step: bool = option(False, "Adafactor: a step size of its own that falls with the steps")
     adafactor_scale_parameter: bool = option(False, "Adafactor: steps in proportion to the size of the weights")
     gradient_dtype: Literal["float32", "bfloat16"] = option("float32", "number format that micros' gradients add up in")
-    train_layer_indices: Layers = option(None, "train only these layers (20-31,0-3); empty: everything")
 
 
 class LoraOptions(Section):
-    """LoRA adapters instead of full weights."""
+    """What is trained: all weights, those of some layers, or LoRA adapters."""
 
     lora: bool = option(False, "train low-rank adapters; the model's own weights stay")
     lora_r: PositiveInt = option(16, "rank of the adapters")
     lora_alpha: Positive = option(32.0, "scale of the adapters, over the rank")
     lora_dropout: Fraction = option(0.0, "dropout before the adapters; more than 0 makes every ratio noisy")
     lora_target_modules: Names = option(("q_proj", "v_proj"), "which linear layers get an adapter")
-    lora_layer_indices: Layers = option(None, "only in these layers (20-31,0-3); empty: in all")
-    base_quantization: Quantization = option(
-        "none",
-        "with lora: keep the frozen model in 4 bits (nf4, bitsandbytes), in trainer and engine; about a third of the "
-        "memory for weights, slower steps",
+    train_layer_indices: Layers = option(
+        None, "train only these layers (20-31,0-3), or with lora add adapters only to them; empty: all"
     )
+    quantization: Quantization = shared("quantization", "about a third of the memory for weights, slower steps")
     merge_final: bool = option(
         False, "with lora: in the end also write final_model, the model with the adapters merged into its weights"
     )
-
-
-def _by_device(name: str) -> str:
-    return f"0: {ON_CPU[name]} on a CPU, {ON_GPU[name]} on a GPU"
 
 
 class SpeedOptions(Section):
     """Settings that change time and memory, and the result only by rounding."""
 
     micro_tokens: Count = option(
-        0, f"tokens forwarded at once; bounds the memory of a step; {_by_device('micro_tokens')}"
-    )
-    logprob_chunk: Count = option(
-        0, f"entries of the vocabulary whose logits exist at the same time; {_by_device('logprob_chunk')}"
+        0,
+        "tokens forwarded at once; bounds the memory of a step; "
+        f"0: {MICRO_TOKENS['cpu']} on a CPU, {MICRO_TOKENS['cuda']} on a GPU",
     )
     share_prompts: Automatic = option(
         "auto", "forward the prompt of a group once for all its completions; auto: when it pays"
@@ -224,13 +206,9 @@ class TrackOptions(Section):
     """Metrics, and the trackers that get them beside the JSONL file."""
 
     metrics_file: Path | None = option(None, "JSONL file of the metrics; metrics.jsonl in save_path when empty")
-    keep_token_steps: Count = option(
-        100, "steps whose single tokens can be looked at on the page; kept in tokens/ beside the metrics file; 0: none"
-    )
     track: Annotated[tuple[Literal["wandb", "tensorboard", "trackio"], ...], BeforeValidator(parse_names)] = option(
         (), "further sinks: wandb, tensorboard, trackio"
     )
-    use_wandb: bool = option(False, "the same as --track wandb")
     wandb_project: str | None = option(None, "project at W&B or Trackio")
     wandb_group: str | None = option(None, "group of the run at W&B or Trackio")
     wandb_run_name: str | None = option(None, "name of the run at W&B or Trackio")
@@ -239,18 +217,13 @@ class TrackOptions(Section):
     )
 
     @property
-    def sinks(self) -> tuple[str, ...]:
-        """The trackers that `track` and `use_wandb` name, each once."""
-        return tuple(dict.fromkeys([*self.track, *(["wandb"] if self.use_wandb else [])]))
-
-    @property
     def unused_name(self) -> str:
         """A sentence about a name for a tracker that is given while no tracker is used; "" otherwise."""
         named = [name for name in ("wandb_project", "wandb_group", "wandb_run_name") if getattr(self, name)]
-        if not named or {"wandb", "trackio"} & set(self.sinks):
+        if not named or {"wandb", "trackio"} & set(self.track):
             return ""
         flag = "--" + named[0].replace("_", "-")
-        return f"{flag} has no effect without a tracker: add --use-wandb, or --track trackio"
+        return f"{flag} has no effect without a tracker: add --track wandb, or --track trackio"
 
 
 class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions, SyncOptions, TrackOptions):
@@ -280,9 +253,7 @@ class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions,
     )
     # the neighbours
     hub_url: str = shared("hub_url")
-    patience_s: Seconds = shared("patience_s", "no group arrives for the next batch")
     engine_url: str = shared("engine_url", "it gets the weights")
-    vllm_port: Port | None = option(None, "the engine is on this machine, at this port")
     # what stays
     save_path: Path = option(Path("trained_model_checkpoints"), "folder for checkpoints and the final model")
     checkpoint_interval: Count = option(25, "steps between resumable checkpoints; 0: only at the end")
@@ -290,27 +261,14 @@ class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions,
         2, "number of checkpoints that are kept; with two, a damaged one can be skipped"
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _port_sets_url(cls, values: Any) -> Any:
-        """Replace a port by the engine's URL; a value that is no port is left to the type to refuse."""
-        if isinstance(values, dict) and str(values.get("vllm_port")).isdigit():
-            values = values | {"engine_url": f"http://127.0.0.1:{values['vllm_port']}", "vllm_port": None}
-        return values
-
     @model_validator(mode="after")
     def _can_be_done(self) -> TrainConfig:
-        if self.lora and self.train_layer_indices is not None:
-            raise ValueError(
-                "train_layer_indices chooses among the model's own weights, and with lora none of them is trained: "
-                "choose the layers that get adapters with lora_layer_indices"
-            )
         if self.mode.adapters and not self.lora:
             raise ValueError(
                 f"weight_bridge_mode {self.weight_bridge_mode} publishes adapters, and lora is off: leave lora out, or "
                 "choose reload to publish all weights"
             )
-        if self.base_quantization != "none":
+        if self.quantization != "none":
             self._check_quantization()
         # Adapters are the trainer's own, and a frozen base stays as the engine has it.
         merges = not self.mode.adapters
@@ -332,20 +290,20 @@ class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions,
     def _check_quantization(self) -> None:
         if not self.lora or not self.mode.quantized_base:
             raise ValueError(
-                f"base_quantization {self.base_quantization} needs weight_bridge_mode lora_only, which trains adapters "
+                f"quantization {self.quantization} needs weight_bridge_mode lora_only, which trains adapters "
                 "on a frozen model"
             )
         if self.single_copy or self.merge_final:
             given = "single_copy" if self.single_copy else "merge_final"
             raise ValueError(
-                f"{given} cannot be with base_quantization {self.base_quantization}: leave it out (treadle export "
-                "merges adapters into the 16-bit model)"
+                f"{given} cannot be with quantization {self.quantization}: leave it out (treadle export merges "
+                "adapters into the 16-bit model)"
             )
 
     def on_device(self, *, gpu: bool) -> TrainConfig:
-        """A copy with the sizes that depend on the device filled in."""
-        defaults = ON_GPU if gpu else ON_CPU
-        return self.model_copy(update={name: getattr(self, name) or value for name, value in defaults.items()})
+        """A copy with `micro_tokens` chosen for the device."""
+        chosen = self.micro_tokens or MICRO_TOKENS["cuda" if gpu else "cpu"]
+        return self.model_copy(update={"micro_tokens": chosen})
 
     @property
     def metrics_path(self) -> Path:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from treadle.engines.tokenizer import ModelTokenizer  # imports transformers, which takes seconds
 
 HoldMode = Literal["keep", "wait", "abort"]
-LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
+HOLD_TIMEOUT_S = 120.0  # for running requests, when weights change
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Request:
 
 @dataclass
 class SampledCompletion:
-    """One completion. `logprobs` are of the distribution it was sampled from, or raw (LogprobsMode)."""
+    """One completion. `logprobs` are of the distribution it was sampled from."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -93,7 +93,6 @@ class EngineFacts:
     max_model_len: int
     vocab_size: int
     eos_ids: frozenset[int]
-    logprobs_mode: LogprobsMode
     max_num_seqs: int
     has_lora: bool
     max_lora_rank: int | None

@@ -75,7 +75,6 @@ class ModelRunner:
             torch.set_num_threads(config.threads)
         self.folder = folder
         self.max_model_len = config.max_model_len
-        self._reports_raw = config.logprobs_mode == "raw_logprobs"
         dtype = fast_dtype(self.device.type) if config.dtype == "fast" else config.dtype
         torch_dtype = "auto" if dtype == "auto" else getattr(torch, dtype)
         options = loading_options(config.quantization, torch_dtype, self.device)
@@ -255,8 +254,8 @@ class ModelRunner:
         tokens_S, logprobs_S = sample(logits_SV, params, torch.tensor(uniform, device=self.device))
         num_top = max(s.request.num_top for s in sequences)
         tops: list[dict[int, float]] = [{}] * len(sequences)
-        if num_top or self._reports_raw:
-            logprobs_S, tops = token_logprobs(logits_SV, params, tokens_S, num_top=num_top, raw=self._reports_raw)
+        if num_top:
+            logprobs_S, tops = token_logprobs(logits_SV, params, tokens_S, num_top=num_top, raw=False)
         for s, token, logprob, top in zip(sequences, tokens_S.tolist(), logprobs_S.tolist(), tops, strict=True):
             if s.finish_reason is None:
                 s.token_ids.append(token)

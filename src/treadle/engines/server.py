@@ -39,6 +39,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - files there are private to thei
 # GIL switch interval: how long a thread waits each time for a busy event loop. With Python's default of 5 ms, reading
 # an adapter of 120 tensors took seconds.
 SWITCH_INTERVAL_S = 0.0005
+NO_PROGRESS_S = 900.0  # running requests without a token, or a hold, that the watchdog reports
 ADAPTER_VERSION = 1  # policy version of an adapter given by --model; 0, where a run begins, is the base model
 OUT_OF_MEMORY_FIX = (
     "lower --max-num-seqs or --max-model-len, or stop what else uses the memory; `treadle plan` says what fits"
@@ -49,9 +50,8 @@ log = get_logger("engine")
 class EngineWatcher:
     """Turns a regularly polled ServingStatus into waits that the watchdog reports: a stalled or a held engine."""
 
-    def __init__(self, waits: Waits, patience_s: float) -> None:
+    def __init__(self, waits: Waits) -> None:
         self._waits = waits
-        self._patience_s = patience_s
         self._state: ServingStatus | None = None
         self._loading: WorkReport | None = None  # progress of loading, if known
         self._hold: Wait | None = None
@@ -70,7 +70,7 @@ class EngineWatcher:
                 f"the trainer to release it: it is held to replace version {state.policy_version}",
                 of="trainer",
                 holding=requests,
-                deadline_s=self._patience_s,
+                deadline_s=NO_PROGRESS_S,
                 fix="the trainer's log says what it does",
             )
             if state.is_held
@@ -82,7 +82,7 @@ class EngineWatcher:
             self._generation = None
         generates = state.num_running + state.num_waiting > 0 and not state.is_held
         answer = WaitSpec(
-            "the model to get on with a completion", of="engine", holding=requests, deadline_s=self._patience_s
+            "the model to get on with a completion", of="engine", holding=requests, deadline_s=NO_PROGRESS_S
         )
         self._generation = self._track(self._generation, answer if generates else None)
 
@@ -115,7 +115,7 @@ def run_engine(config: EngineConfig) -> None:
     access = engine_access(config, os.environ)
     listener = take_port(config.host, config.port)  # before loading: a port in use is reported at once
     waits = Waits()
-    watcher = EngineWatcher(waits, config.patience_s)
+    watcher = EngineWatcher(waits)
     with (
         closing(listener),
         contextlib.nullcontext() if config.weights_file is None else claimed(config.weights_file),

@@ -14,6 +14,7 @@ import transformers
 from treadle.background import in_background
 from treadle.config import EngineConfig
 from treadle.engines.interface import (
+    HOLD_TIMEOUT_S,
     Adapter,
     CompletionDelta,
     EngineFacts,
@@ -77,7 +78,6 @@ class TransformersEngine:
             max_model_len=runner.max_model_len,
             vocab_size=runner.model.config.vocab_size,
             eos_ids=runner.eos_ids,
-            logprobs_mode=self._config.logprobs_mode,
             max_num_seqs=self._config.max_num_seqs,
             has_lora=self._config.enable_lora,
             max_lora_rank=self._config.max_lora_rank if self._config.enable_lora else None,
@@ -153,7 +153,7 @@ class TransformersEngine:
                 raise
 
     def _wait_for_write(self, gate: PublishGate, order: Adopt) -> float:
-        self._scheduler.hold("keep", self._config.pause_timeout_s)
+        self._scheduler.hold("keep", HOLD_TIMEOUT_S)
         self._update.begin()
         try:
             gate.wait_for_write(order.number)
@@ -263,7 +263,7 @@ class TransformersEngine:
 
     async def unload_adapter(self, name: str) -> None:
         async with self._changing:
-            await asyncio.to_thread(self._scheduler.remove_adapter, name, self._config.pause_timeout_s)
+            await asyncio.to_thread(self._scheduler.remove_adapter, name, HOLD_TIMEOUT_S)
             await self._between_tokens(lambda: self._scheduler.drop_adapter(name))
 
     def adapters(self) -> list[Adapter]:

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from treadle.config.secret_settings import NOT_STORED, without_secrets
+from treadle.config.files import NOT_STORED, without_secrets
 from treadle.envs.rewards.addresses import COPIED
 from treadle.envs.rewards.base import FunctionReward
 from treadle.errors import ConfigError

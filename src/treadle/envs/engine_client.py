@@ -20,6 +20,7 @@ from treadle.watch.waits import Waits, WaitSpec
 from treadle.wire.bridge import TOKEN_VARIABLE
 from treadle.wire.generate import EngineHealth, GenerateAnswer, GenerateRequest, Wave
 
+COMPLETION_LATE_S = 900.0  # without any finished completion the watchdog reports the engine
 _NOT_FOUND = 404
 
 
@@ -91,7 +92,7 @@ class EngineClient(AbstractAsyncContextManager["EngineClient"]):
         self._completion = WaitSpec(
             f"the engine at {self.url} to finish a completion",
             of="engine",
-            deadline_s=config.patience_s,
+            deadline_s=COMPLETION_LATE_S,
         )
         self._peer = Peer(
             "engine",

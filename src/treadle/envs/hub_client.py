@@ -28,6 +28,7 @@ _REGISTER_POLL_S = 0.25
 _NO_TRAINER = "wait for trainer to start"
 _CALL_TIMEOUT_S = 60.0
 _CONFLICT = 409
+STEP_LATE_S = 600.0  # without a step of the trainer the watchdog reports it
 
 
 class HubClient(AbstractAsyncContextManager["HubClient"]):
@@ -147,14 +148,14 @@ def _parts(packed: list[bytes], max_bytes: int) -> list[list[bytes]]:
     return parts
 
 
-def next_step(step: int, patience_s: float) -> WaitSpec:
+def next_step(step: int) -> WaitSpec:
     """Wait for the step after `step`. Each step is a separate wait with its own deadline."""
-    return WaitSpec(f"the trainer to take step {step + 1}", of="trainer", deadline_s=patience_s)
+    return WaitSpec(f"the trainer to take step {step + 1}", of="trainer", deadline_s=STEP_LATE_S)
 
 
 @dataclass
 class CurrentWait(AbstractContextManager["CurrentWait"]):
-    """Registers what a loop waits for, which changes over time: `current_wait.set(next_step(4, patience_s=600))`."""
+    """Registers what a loop waits for, which changes over time: `current_wait.set(next_step(4))`."""
 
     waits: Waits
     _wanted: WaitSpec | None = None

@@ -25,7 +25,7 @@ from treadle.formatting import Finding, problems, show_findings
 
 _MAX_WITH_TURNS = 10  # items: a rollout of several turns may start programs
 _MAX_FAILURES = 10  # more would show the same problem
-_REPORTED_SETTINGS = {*DataOptions.model_fields, "brevity", "max_token_length"}
+_REPORTED_SETTINGS = {*DataOptions.model_fields, "max_token_length"}
 
 
 class RecordingConfig(EnvConfig):

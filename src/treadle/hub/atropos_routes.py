@@ -291,7 +291,7 @@ class AtroposRoutes:
     def _give_back(self, batch: Batch, reason: str) -> None:
         """Not awaited: if it fails, the lease expires."""
         log.warning("batch_not_delivered", step=batch.step, reason=reason)
-        limit = self._hub.config.max_deliveries
+        limit = self._hub.terms.max_deliveries
         self._hub.store.nack(batch.step, batch.token, reason=reason, max_deliveries=limit, counts=False)
         self._hub.batch_signal.ring()
 

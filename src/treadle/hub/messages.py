@@ -210,7 +210,6 @@ class GroupRules(msgspec.Struct, kw_only=True):
     max_token_len: int | None = None
     batch_size: int | None = None
     newest_version: int | None = None
-    needs_version: bool = False
 
 
 def check_count(num_groups: int) -> None:
@@ -273,10 +272,7 @@ def origin_problems(group: ScoredGroup | BinaryGroup, rules: GroupRules, loc: Lo
         msg = "no environment has this id: register first (POST /register-env)"
         yield problem("unknown_env", (*loc, "env_id"), msg, group.env_id)
     version, newest = group.policy_version, rules.newest_version
-    if version is None and rules.needs_version:
-        msg = "this hub takes no group of an unknown policy version (--unversioned refuse)"
-        yield problem("unknown_version", (*loc, "policy_version"), msg)
-    elif version is not None and version < 0:
+    if version is not None and version < 0:
         yield problem("future_version", (*loc, "policy_version"), "must be 0 or more", version)
     elif version is not None and newest is not None and version > newest:
         yield problem("future_version", (*loc, "policy_version"), f"the newest version is {newest}", version)

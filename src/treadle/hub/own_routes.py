@@ -196,7 +196,7 @@ class OwnRoutes:
                 step,
                 update.token,
                 reason=reason,
-                max_deliveries=hub.config.max_deliveries,
+                max_deliveries=hub.terms.max_deliveries,
                 counts=update.counts,
             )
         )

@@ -268,7 +268,6 @@ def serve(config: HubConfig, pages: Pages = lambda *_: contextlib.nullcontext(()
                 config.database,
                 clock=awake_s,
                 waits=waits,
-                disk_patience_s=config.patience_s,
                 on_failure=_stop_soon,
             ) as store,
             Watchdog("hub", "hub", waits) as watchdog,

@@ -28,6 +28,8 @@ from treadle.wire.hub import ProcessReport, ProcessStanding, ReportTaken
 Clock = Callable[[], float]
 GONE_AFTER_S = 10.0  # environments call several times a second; one silent for this long is taken to be gone
 MAX_VALIDATION_WORKERS = 4
+MAX_DELIVERIES = 5  # a batch that failed this often is set aside (dead-lettered)
+QUEUE_LIMIT_BYTES = 4 * 2**30  # of groups that wait
 SETTLE_S = 1.0
 ASKS_AGAIN_S = 5.0  # a trainer that polls for a batch does so more often than this
 FORGOTTEN_AFTER_S = 600.0  # a process without reports
@@ -192,7 +194,7 @@ class HubState:
         presence = Presence(clock)
         terms = LeaseTerms(
             lease_s=config.lease_s,
-            max_deliveries=config.max_deliveries,
+            max_deliveries=MAX_DELIVERIES,
             plan=plan,
             is_alive=presence.is_alive,
             drop_older_than=config.max_age if config.stale == "drop" else None,
@@ -208,7 +210,7 @@ class HubState:
             metrics=Metrics(),
             process_reports=ProcessReports(clock),
             terms=terms,
-            limits=Limits(groups=config.queue_limit_groups, bytes=config.queue_limit_bytes),
+            limits=Limits(groups=config.queue_limit_groups, bytes=QUEUE_LIMIT_BYTES),
             full_weight_age=config.max_age if config.stale == "downweight" else None,
         )
 
@@ -232,7 +234,6 @@ class HubState:
             max_token_len=trainer.max_token_len if trainer and trainer.max_token_len > 0 else None,
             batch_size=trainer.batch_size if trainer and trainer.batch_size > 0 else None,
             newest_version=newest_step,
-            needs_version=self.config.unversioned == "refuse",
         )
 
 

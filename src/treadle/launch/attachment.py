@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from treadle.config.keys import value_of, with_values
+from treadle.config.load import value_of, with_values
 from treadle.config.schema import RunConfig
 from treadle.config.train import FLOAT32_LR
 from treadle.errors import ConfigError
@@ -34,7 +34,7 @@ from treadle.wire.hub import HubStatus
 
 # All settings that name the hub or the engine: of the run, and of processes that are started one by one.
 HUB_KEYS = ("hub_url", "train.hub_url")  # and those of the environments
-ENGINE_KEYS = ("engine_url", "train.engine_url", "train.vllm_port", "openai.base_url")
+ENGINE_KEYS = ("engine_url", "train.engine_url", "openai.base_url")
 NO_CONNECTION_S = 10.0  # timeout if the server does not accept connections
 # Timeout if it does and is not ready: an engine answers when it has loaded its model.
 NOT_READY_S = {"hub": 30.0, "engine": 900.0}
@@ -80,8 +80,6 @@ def _one_url(config: RunConfig, given: frozenset[str], kind: str, keys: tuple[st
 
 
 def _url_of(config: RunConfig, key: str, kind: str) -> str:
-    if key == "train.vllm_port":  # the section has turned it into a URL
-        key = "train.engine_url"
     value = value_of(config, key)
     urls = (value,) if isinstance(value, str) else tuple(value)
     if len(urls) > 1:
@@ -276,7 +274,6 @@ def settle_engine(
         "engine.dtype": info.dtype,
         "engine.max_model_len": info.max_model_len,
         "engine.max_num_seqs": info.max_num_seqs,
-        "engine.logprobs_mode": info.logprobs_mode,
         "engine.enable_lora": info.has_lora,
         "engine.quantization": info.quantization,
         "engine.weights_file": None,

@@ -21,9 +21,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from treadle.config.files import without_secrets
 from treadle.config.load import load_run, replace_text
 from treadle.config.schema import RunConfig
-from treadle.config.secret_settings import without_secrets
 from treadle.errors import ConfigError, DiskFull, ModelError
 from treadle.formatting import counted, gigabytes, near, program
 from treadle.launch.machine import SHARED_MEMORY

@@ -19,10 +19,9 @@ from rich.console import Console
 
 from treadle.budget.command import show_what_fits
 from treadle.config import DEFAULT_MODEL
-from treadle.config.keys import choose_steps, explicit_keys, keys_in
-from treadle.config.load import load_run, save_run
+from treadle.config.files import require_secrets
+from treadle.config.load import choose_steps, explicit_keys, keys_in, load_run, save_run
 from treadle.config.schema import RunConfig
-from treadle.config.secret_settings import require_secrets
 from treadle.errors import ConfigError, ProcessDied, TreadleError, UserError, is_out_of_memory
 from treadle.formatting import counted
 from treadle.launch import folder as run_folders

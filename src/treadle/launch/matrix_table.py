@@ -188,8 +188,8 @@ def check_run(record: RunRecord) -> tuple[tuple[str, ...], str]:
     canary = _number(last.get("sync/canary_mean_abs_diff"))
     if canary is not None:  # a publish whose canary is over its tolerance ends the run
         done.append(f"logprobs of trainer and engine differ by {_small(canary)} nats after the last publish")
-    elif not config.train.verify_publish:
-        wrong.append("parity was not measured, because --train.verify-publish is false")
+    elif config.train.verify_publish == "off":
+        wrong.append("parity was not measured, because --train.verify-publish is off")
     else:
         wrong.append("parity was not measured at the last publish")
     not_finite = [step["step"] for step in history.steps if _number(step.get("reward")) is None]

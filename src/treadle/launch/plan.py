@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 from treadle.background import PARENT_VARIABLE
 from treadle.config.advice import as_flags_of
 from treadle.config.env import DEFAULT_MAX_AGE, folder_of, labels_of, process_of
-from treadle.config.keys import choose_steps, explicit_keys, longest_sequence, value_of, with_values
+from treadle.config.files import VARIABLE as SETTINGS_VARIABLE
+from treadle.config.files import secret_variable
+from treadle.config.load import choose_steps, explicit_keys, longest_sequence, value_of, with_values
 from treadle.config.schema import SECTIONS_OF_PROCESS, RunConfig
-from treadle.config.secret_settings import VARIABLE as SETTINGS_VARIABLE
-from treadle.config.secret_settings import secret_variable
 from treadle.config.train import FLOAT32_LR, TrainConfig
 from treadle.errors import ConfigError
 from treadle.launch.machine import SHARED_MEMORY, MachineFacts
@@ -146,7 +146,6 @@ def build_plan(
         "train.hub_url": hub_url,
         **dict.fromkeys(config.keys_of_envs("hub_url"), hub_url),
         "train.engine_url": engine_url,
-        "train.vllm_port": None,  # engine_url replaces it
         "openai.base_url": f"{engine_url}/v1",
         "engine.model": model_folder,
         "train.model": model_folder,
@@ -277,7 +276,7 @@ def engine_of_mode(
     if train.mode.adapters:
         # The exact rank: the smaller it is, the more versions vLLM can serve at once.
         settings |= {"engine.enable_lora": True, "engine.max_lora_rank": train.lora_r}
-        settings["engine.quantization"] = train.base_quantization
+        settings["engine.quantization"] = train.quantization
     return settings
 
 

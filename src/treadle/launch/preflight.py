@@ -18,8 +18,7 @@ from typing import Any, NoReturn
 
 from treadle.config import DEFAULT_MODEL
 from treadle.config.env import EnvConfig, folder_of, labels_of
-from treadle.config.keys import choose_steps, value_of, with_fitting_groups, with_values
-from treadle.config.load import with_absolute_paths
+from treadle.config.load import choose_steps, value_of, with_absolute_paths, with_fitting_groups, with_values
 from treadle.config.schema import RunConfig, requires_vllm
 from treadle.engines.model_folder import check_model_folder
 from treadle.engines.vllm.command import find_vllm

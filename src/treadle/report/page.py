@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
+from treadle.config.files import NOT_STORED, without_secrets
 from treadle.config.load import replace_text
 from treadle.config.schema import RunConfig
-from treadle.config.secret_settings import NOT_STORED, without_secrets
 from treadle.dash.charts import CHARTS, Series, charts_of, series_of
 from treadle.dash.export import export_page, group_answers
 from treadle.dash.rollouts import GroupView, TokenDecoder, view_group

@@ -216,7 +216,7 @@ SELECT count(*) FROM (
 T = TypeVar("T")
 CommitWatcher = Callable[[int, float], None]  # (jobs in the commit, seconds)
 MAX_JOBS_PER_COMMIT = 64
-DISK_PATIENCE_S = 20.0
+DISK_PATIENCE_S = 20.0  # a longer commit is reported by the watchdog
 FOLD_LOG_BYTES = 2 * 2**20  # a longer log is folded into the file after a commit; less at once stalls nobody for long
 LOOK_EVERY_S = 1.0  # at the files, while nobody writes
 BYTES_PER_COMMIT = 128 * 1024  # pages of tables and indexes that any commit writes, about
@@ -243,7 +243,6 @@ class GroupCommitWriter:
         self,
         db: sqlite3.Connection,
         waits: Waits,
-        patience_s: float,
         look: Callable[[], str],
         on_failure: Callable[[], None],
     ) -> None:
@@ -258,7 +257,7 @@ class GroupCommitWriter:
             fix="look at the disk of --database: is it full, or far away, or does another program hold the file?",
             of="hub",
             holding="the answers to all who posted, asked for a batch or acknowledged one",
-            deadline_s=patience_s,
+            deadline_s=DISK_PATIENCE_S,
         )
         self._log_bytes = 0
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()

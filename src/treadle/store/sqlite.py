@@ -15,7 +15,7 @@ from typing import Concatenate, ParamSpec, Self, TypeVar
 from treadle.errors import ConfigError, DiskFull, UserError
 from treadle.log import get_logger
 from treadle.store import batches, database, groups, runs
-from treadle.store.database import DISK_PATIENCE_S, GroupCommitWriter
+from treadle.store.database import GroupCommitWriter
 from treadle.store.file import QueueFile, QueueProgress, noted_progress, refuse_lost
 from treadle.store.records import (
     Appended,
@@ -58,7 +58,6 @@ class Store:
         writing: sqlite3.Connection,
         clock: Clock,
         waits: Waits,
-        disk_patience_s: float,
         on_failure: Callable[[], None],
     ) -> None:
         self.path = file.path
@@ -71,7 +70,7 @@ class Store:
         self._reading_lock = threading.Lock()
         self._fetching = database.connect(self.path)
         self._fetching_lock = threading.Lock()
-        self._writer = GroupCommitWriter(writing, waits, disk_patience_s, file.trouble, on_failure)
+        self._writer = GroupCommitWriter(writing, waits, file.trouble, on_failure)
         # Called after each commit, on the writer's thread: (number of changes in it, seconds). Must not raise.
         self.commit_watchers = self._writer.watchers
         self.commit_watchers.append(lambda *_: file.note(_progress(writing)))
@@ -84,7 +83,6 @@ class Store:
         clock: Clock = time.monotonic,
         max_bytes: int | None = None,
         waits: Waits | None = None,
-        disk_patience_s: float = DISK_PATIENCE_S,
         on_failure: Callable[[], None] = lambda: None,
     ) -> Self:
         """Open or create the file. `max_bytes` bounds the database; beyond it appends end in DiskFull.
@@ -111,7 +109,7 @@ class Store:
         if max_bytes is not None:
             (page_bytes,) = writing.execute("PRAGMA page_size").fetchone()
             writing.execute(f"PRAGMA max_page_count = {max(1, max_bytes // page_bytes)}")
-        return cls(file, writing, clock, waits or Waits(), disk_patience_s, on_failure)
+        return cls(file, writing, clock, waits or Waits(), on_failure)
 
     def close(self) -> None:
         """Finish the writes under way and fold the log into the file."""

@@ -309,12 +309,11 @@ def _check_same_model(config: TrainConfig, served: Path) -> None:
 
 def check_same_quantization(config: TrainConfig, info: BridgeInfo) -> None:
     """Weights of 4 and of 16 bits are different policies."""
-    if info.quantization != config.base_quantization:
+    if info.quantization != config.quantization:
         raise ConfigError(
-            f"the engine's weights have the quantization {info.quantization}, and base_quantization is "
-            f"{config.base_quantization}",
-            fix=f"start the engine with --quantization {config.base_quantization}, or give the trainer "
-            f"--base-quantization {info.quantization}",
+            f"the engine's weights have the quantization {info.quantization}, and the trainer's {config.quantization}",
+            fix=f"start the engine with --quantization {config.quantization}, or give the trainer "
+            f"--quantization {info.quantization}",
         )
 
 

@@ -46,6 +46,7 @@ MEAN_BOUNDS = {getattr(torch, dtype): bound for dtype, bound in CANARY_BOUNDS.it
 MAX_OVER_MEAN = 10.0
 UNCACHED_TEXT = 1  # seed of a second canary
 NUM_NAMED = 3
+CANARY_SHARE = 0.0025  # of the time, spent on canaries between the first and the last publish
 NOT_LOADED = "the engine did not load this adapter, or another one answers for it"
 LOOK_AT_ADAPTERS = "look at GET /lora/status of the engine and at its log"
 Compared = Literal["weights", "adapter"]
@@ -96,7 +97,7 @@ def ask_canary(engine: EngineLink, canary: Canary, version: int) -> Difference:
     if text.prompt_logprobs is None or len(text.prompt_logprobs) != NUM_TOKENS:
         raise SyncError(
             f"the engine at {engine.url} gives no logprobs of prompts, so it cannot be asked for a canary",
-            fix="use another engine, or set --verify-publish false",
+            fix="use another engine, or set --verify-publish off",
         )
     own = canary.scores.logprobs_T.tolist()
     engines = [
@@ -158,7 +159,7 @@ class PublishVerifier:
     may have changed by the time the engine answers.
 
     Fingerprints are compared at every publish. The canary costs two prefills in the engine and a forward pass here: it
-    is sent at the first and the last publish, and in between as often as fits into `canary_share` of the time.
+    is sent at the first and the last publish, and in between as often as fits into CANARY_SHARE of the time.
 
     A busy engine answers late. Where weights do not change before the next publish (`verify`), training continues, and
     the next publish starts with the answer (`settle`).
@@ -168,6 +169,7 @@ class PublishVerifier:
         self, config: TrainConfig, engine: EngineLink, *, compares: Compared = "weights", is_checked_later: bool = False
     ) -> None:
         self._config = config
+        self._is_on = config.verify_publish != "off"
         self._engine = engine
         self._compares = compares
         self._is_checked_later = is_checked_later
@@ -182,13 +184,17 @@ class PublishVerifier:
         """Call after the live weights were written, and before they change again."""
         started = time.monotonic()
         own = canary = uncached_canary = None
-        if self._config.verify_publish and self._compares == "adapter":
+        if self._is_on and self._compares == "adapter":
             own = begin_fingerprints(policy.served_adapter(), version, self._fingerprint_cache)
-        elif self._config.verify_publish:
+        elif self._is_on:
             cache = None if policy.merges_adapters else self._fingerprint_cache
             own = begin_fingerprints(policy.served_weights(), version, cache)
-        is_due = time.monotonic() >= self._canary_due or self._config.canary_share == 1 or version >= self._config.steps
-        if self._config.verify_publish and is_due:
+        is_due = (
+            time.monotonic() >= self._canary_due
+            or self._config.verify_publish == "always"
+            or version >= self._config.steps
+        )
+        if self._is_on and is_due:
             canary = prepare_canary(policy)
             uncached_canary = None if self._is_checked_later else partial(prepare_canary, policy, UNCACHED_TEXT)
         return ExpectedState(
@@ -204,7 +210,7 @@ class PublishVerifier:
     def verify(self, policy: Publishable, version: int, echoed_version: int, adapter: str | None = None) -> Verified:
         """Verify an engine that serves the new weights. Without a canary the result is pending until `settle`."""
         check_served_version(self._engine, version, echoed_version)
-        if not self._config.verify_publish:
+        if not self._is_on:
             return NOT_VERIFIED
         started = time.monotonic()
         expected = self.expect(policy, version)  # first: a thread that asks meanwhile would slow it down
@@ -229,7 +235,7 @@ class PublishVerifier:
     def check(self, expected: ExpectedState, echoed_version: int, adapter: str | None = None) -> Verified:
         """Raise SyncError on any difference. `echoed_version`: the version in the engine's answer to the publish."""
         check_served_version(self._engine, expected.version, echoed_version)
-        if not self._config.verify_publish:
+        if not self._is_on:
             return NOT_VERIFIED
         started = time.monotonic()
         self._compare_weights(expected, adapter)
@@ -270,8 +276,8 @@ class PublishVerifier:
     def _ask_canary(self, expected: ExpectedState, canary: Canary) -> Verified:
         started = time.monotonic()
         difference = ask_canary(self._engine, canary, expected.version)
-        now, share = time.monotonic(), self._config.canary_share
-        self._canary_due = now + (expected.seconds + now - started) / share if share else math.inf
+        now = time.monotonic()
+        self._canary_due = now + (expected.seconds + now - started) / CANARY_SHARE
         if difference.is_within(expected.mean_bound):
             return Verified(canary_mean=difference.mean, canary_max=difference.max)
         cause, fix = self._why_canary(expected)

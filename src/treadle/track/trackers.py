@@ -106,7 +106,9 @@ def build_tracker(config: TrackOptions, metrics_file: Path, resolved: Mapping[st
     last_step = max((int(step["step"]) for step in read_steps(metrics_file)), default=-1)
     folder = metrics_file.resolve().parent
     folder.mkdir(parents=True, exist_ok=True)
-    opened = {name: _open(name, config, folder, resolved, last_step) for name in config.sinks}
+    opened: dict[str, TableTracker | None] = {
+        name: _open(name, config, folder, resolved, last_step) for name in config.track
+    }
     sinks = {name: sink for name, sink in opened.items() if sink is not None}
     return CompositeTracker(JsonlTracker(metrics_file), sinks, config.metric_aliases)
 
@@ -114,7 +116,7 @@ def build_tracker(config: TrackOptions, metrics_file: Path, resolved: Mapping[st
 def check_sinks(config: TrackOptions, env: Mapping[str, str]) -> None:
     """Refuse sinks that could not be opened: a package is missing, or W&B has no key. Imports none of them."""
     problems = Problems()
-    for name in config.sinks:
+    for name in config.track:
         with problems.collected():
             if importlib.util.find_spec(name) is None:
                 raise MissingExtra(f"--track {name} needs {name}", fix=f"pip install 'treadle[{_EXTRAS[name]}]'")

@@ -156,7 +156,7 @@ class AdamW8bit(Optimizer):
             (mean.codes, mean.peaks),
             (square.codes, square.peaks),
             seed=int(torch.randint(1 << 31, (), generator=self._generator)),
-            betas=(c.beta1, c.beta2),
+            betas=c.betas,
             rate=rate,
             decay=1 - rate * c.weight_decay,
             num_moves=self._num_moves,
@@ -172,13 +172,14 @@ class AdamW8bit(Optimizer):
 
     def _move_chunk(self, name: str, blocks: slice, weights: Tensor, gradient: Tensor, rate: float) -> None:
         c = self._config
+        beta1, beta2 = c.betas
         fresh = pad(gradient.float(), (0, -weights.numel() % BLOCK)).view(-1, BLOCK)
-        mean = self._means[name].read(blocks).lerp_(fresh, 1 - c.beta1)
-        square = self._squares[name].read(blocks).lerp_(fresh.square(), 1 - c.beta2)
+        mean = self._means[name].read(blocks).lerp_(fresh, 1 - beta1)
+        square = self._squares[name].read(blocks).lerp_(fresh.square(), 1 - beta2)
         self._means[name].write(blocks, mean, self._generator)
         self._squares[name].write(blocks, square, self._generator)
-        root = square.div_(1 - c.beta2**self._num_moves).sqrt_().add_(EPSILON)
-        step = mean.div_(root).mul_(rate / (1 - c.beta1**self._num_moves)).view(-1)[: weights.numel()]
+        root = square.div_(1 - beta2**self._num_moves).sqrt_().add_(EPSILON)
+        step = mean.div_(root).mul_(rate / (1 - beta1**self._num_moves)).view(-1)[: weights.numel()]
         moved = weights.float().mul_(1 - rate * c.weight_decay).sub_(step)
         weights.copy_(round_stochastically(moved, self._generator) if weights.dtype == torch.bfloat16 else moved)
 

@@ -64,7 +64,7 @@ ADAPTER_SETTINGS = {
     "r": "lora-r",
     "lora_alpha": "lora-alpha",
     "target_modules": "lora-target-modules",
-    "layers_to_transform": "lora-layer-indices",
+    "layers_to_transform": "train-layer-indices",
 }
 FORMAT = 1
 MANIFEST = "trainer.json"

@@ -34,6 +34,7 @@ CONFLICT = 409
 PATIENCE_S = 120.0  # then an unreachable hub is an error
 RETRIES = RetryPolicy(give_up_after_s=PATIENCE_S, longest_pause_s=0.5)  # a stop is noticed in between
 SLOW_ANSWER_S = 10.0
+BATCH_LATE_S = 900.0  # without the next batch the watchdog reports the environment
 ANSWER_S = 20.0  # then the request is repeated
 START_HUB = "start it with `treadle hub`, or name another with --hub-url"
 ONE_TRAINER = "let one trainer at a time work on a hub: stop the other one, and continue with --resume"
@@ -51,14 +52,12 @@ class HubFeed:
         url: str,
         check_stop: Callable[[], None],
         waits: Waits,
-        patience_s: float,
         *,
         answer_s: float = ANSWER_S,
     ) -> None:
         self._url = shown_url(url)
         self._look_at_hub = f"see its log, or ask: treadle doctor --hub {self._url}"
         self._waits = waits
-        self._patience_s = patience_s
         self._hub = _client(url, answer_s)
         self._check_stop = check_stop
         self._ahead: dict[int, LeasedBatch] = {}
@@ -83,7 +82,7 @@ class HubFeed:
         while True:
             what = f"the batch of step {step}" + (f" ({reason})" if reason else "")
             # The deadline starts again when the reason changes.
-            with self._waits.waiting(WaitSpec(what, of="env", deadline_s=self._patience_s)):
+            with self._waits.waiting(WaitSpec(what, of="env", deadline_s=BATCH_LATE_S)):
                 batch, reason = self._poll(step, reason)
             if batch is not None:
                 self._newest = step

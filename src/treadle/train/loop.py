@@ -32,6 +32,7 @@ from treadle.wire.groups import LeasedBatch, fingerprint
 
 log = get_logger("trainer")
 
+KEPT_STEPS = 100  # whose tokens are kept
 LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
 FROM_THE_START = Restored()
 # bf16 matrix products per second according to a GPU's data sheet, dense, in 1e12.
@@ -201,7 +202,7 @@ class RecentTokenRecord:
     """Writes the logprob differences and advantages of one rank's tokens, for the colours on the page, and keeps the
     newest steps. A write error is logged and does not stop the training."""
 
-    def __init__(self, folder: Path, num_steps: int, rank: int = 0) -> None:
+    def __init__(self, folder: Path, rank: int = 0, num_steps: int = KEPT_STEPS) -> None:
         self._files = TokenFiles(folder)
         self._num_steps = num_steps
         self._rank = rank

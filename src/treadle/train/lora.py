@@ -28,19 +28,14 @@ LORA = ".lora_"  # in the names of adapters' parameters
 WRAPPED = "base_model.model."  # PEFT's prefix for the wrapped model
 
 
-def add_adapters(model: Any, options: LoraOptions, *, train_layers: tuple[int, ...] | None = None) -> PeftModel:
+def add_adapters(model: Any, options: LoraOptions) -> PeftModel:
     """Freeze `model` and add adapters to it, in place; they start as zero, so its outputs do not change.
 
     The model may still be called directly: `add_adapters(model, options); model.base_model(input_ids=...)` goes
     through the adapters. Wrong targets or layers are refused here, before PEFT would pass over them in silence.
     """
-    if train_layers is not None:
-        raise ConfigError(
-            "--train-layer-indices chooses among the model's own weights, and with --lora none of them is trained",
-            fix="choose the layers that get adapters with --lora-layer-indices",
-        )
     _check_targets(model, options)
-    layers = options.lora_layer_indices
+    layers = options.train_layer_indices
     alpha = options.lora_alpha
     config = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
@@ -149,13 +144,13 @@ def _adapted_layers(adapted: PeftModel) -> Iterator[tuple[str, Any]]:
 
 def _check_targets(model: Any, options: LoraOptions) -> None:
     """Each target must match a linear layer, in at least one of the chosen layers."""
-    layers = options.lora_layer_indices
+    layers = options.train_layer_indices
     if not options.lora_target_modules or layers == ():
         raise ConfigError(
             "no layer would get an adapter, so there is nothing to train",
-            fix="name at least one layer with --lora-target-modules, and leave --lora-layer-indices out for all",
+            fix="name at least one layer with --lora-target-modules, and leave --train-layer-indices out for all",
         )
-    check_layers(model, layers or (), flag="--lora-layer-indices")
+    check_layers(model, layers or (), flag="--train-layer-indices")
     outer = (model.get_output_embeddings(), model.get_input_embeddings())
     linear = [
         name
@@ -179,7 +174,7 @@ def _check_targets(model: Any, options: LoraOptions) -> None:
             others = f" and {len(places) - 3} more" if len(places) > 3 else ""
             raise ConfigError(
                 f"none of the chosen layers has a '{target}'; it is in {', '.join(places[:3])}{others}",
-                fix="correct --lora-layer-indices or --lora-target-modules",
+                fix="correct --train-layer-indices or --lora-target-modules",
             )
 
 

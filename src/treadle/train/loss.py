@@ -65,7 +65,7 @@ def policy_loss(
     rollout_L = torch.where(is_known_L, tokens.rollout_logprobs_L, own_L)
     log_mismatch_L = (own_L - rollout_L).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     mismatch_L = log_mismatch_L.exp()
-    is_masked_L = outside(mismatch_L, options.importance_mask_low, options.importance_mask_high)
+    is_masked_L = outside(mismatch_L, *(options.importance_mask or (0.0, math.inf)))
 
     old_L = rollout_L if options.old_logprobs == "rollout" else own_L
     ratio_L = importance_ratio(logprobs_L - old_L, tokens, options.ratio)
@@ -326,20 +326,13 @@ def measure(tokens: MeasuredTokens, options: ObjectiveOptions) -> LossStats:
     )
 
 
-def outside(values_L: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Which values are outside of [low, high]; None is no bound. A NaN is inside: it must not be masked away."""
-    is_outside_L = torch.zeros_like(values_L, dtype=torch.bool)
-    if low is not None:
-        is_outside_L = is_outside_L | (values_L < low)
-    if high is not None:
-        is_outside_L = is_outside_L | (values_L > high)
-    return is_outside_L
+def outside(values_L: Tensor, low: float, high: float) -> Tensor:
+    """Which values are outside of [low, high]. A NaN is inside: it must not be masked away."""
+    return (values_L < low) | (values_L > high)
 
 
 def _bounds(options: ObjectiveOptions) -> tuple[float, float]:
-    lows = (options.importance_mask_low, USUAL_MISMATCH[0])
-    highs = (options.importance_mask_high, options.importance_cap, USUAL_MISMATCH[1])
-    return next(low for low in lows if low is not None), next(high for high in highs if high is not None)
+    return options.importance_mask or (USUAL_MISMATCH[0], options.importance_cap or USUAL_MISMATCH[1])
 
 
 def _exp_of(exponent: float) -> float:

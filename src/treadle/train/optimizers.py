@@ -175,7 +175,7 @@ def _adamw_rule(masters: Masters, config: TrainConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
         list(masters.values()),
         lr=config.lr,
-        betas=(config.beta1, config.beta2),
+        betas=config.betas,
         weight_decay=config.weight_decay,
         fused=True,
     )

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from treadle.config import TrainConfig
-from treadle.config.train import ON_CPU
+from treadle.config.train import MICRO_TOKENS
 from treadle.train.loss import LossTokens
 from treadle.train.prepare import PreparedGroup, TokenWeights, is_all_good, rollout_logprobs, temperature_of
 from treadle.wire.groups import ScoredGroup, common_prefix
@@ -166,7 +166,7 @@ def pack(
     prepared = [PreparedGroup(group, config, vocab_size) for group in groups]
     weights = TokenWeights(prepared, config)
     share = _pays_to_share(prepared, config)
-    budget = config.micro_tokens or ON_CPU["micro_tokens"]
+    budget = config.micro_tokens or MICRO_TOKENS["cpu"]
     num_root = root_length([g.group.tokens[i][: g.prefix] for g in prepared for i in g.rollouts[:1]]) if share else 0
     portions = [portion for g in prepared for portion in cut_into_portions(g, budget, num_root, share=share)]
     bins = pack_into_bins([(p.num_tokens, p.cost(token_cost)) for p in portions], budget)

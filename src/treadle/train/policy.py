@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from treadle.config import TrainConfig
+from treadle.config.train import LOGPROB_CHUNK
 from treadle.errors import ConfigError, ModelError
 from treadle.loading import choose_device, choose_matmul_backend, loading_options, num_weights
 from treadle.sync.layout import Layout
@@ -80,7 +81,7 @@ class Policy:
         num_tokens, num_hidden = model.get_input_embeddings().weight.shape
         self.vocab_size = int(num_tokens)
         self.token_cost = 6.0 * num_hidden  # of one token in the linear layers, in query-key pairs (see pack)
-        self._chunk = config.on_device(gpu=self.device.type == "cuda").logprob_chunk
+        self._chunk = LOGPROB_CHUNK["cuda" if self.device.type == "cuda" else "cpu"]
         self._attention = choose_kind(
             config.attention, self.device, next(model.parameters()).dtype, head_size(model.config)
         )
@@ -199,7 +200,7 @@ class Policy:
     def _train_adapters(self) -> None:
         from treadle.train.lora import adapter_parameters, add_adapters, original_weights, set_dropout, without_dropout
 
-        self.adapter = add_adapters(self.model, self._config, train_layers=self._config.train_layer_indices)
+        self.adapter = add_adapters(self.model, self._config)
         set_dropout(self.adapter, on=self._config.lora_dropout > 0)
         self._without_dropout = partial(without_dropout, self.adapter)
         self.weights = original_weights(self.adapter)
@@ -234,7 +235,7 @@ def load_policy(
     """A policy with its own weights; publishes are also written to `shared`."""
     kind: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     device = choose_device(config.device)
-    options = loading_options(config.base_quantization, kind, device)
+    options = loading_options(config.quantization, kind, device)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, **options)
     model = model if options else model.to(device)
     return Policy(model, config, folder=folder, shared=shared, ranks=ranks)

@@ -100,7 +100,7 @@ class TokenWeights:
         self.num_tokens = sum(int(group.lengths.sum()) for group in groups)
         self._num_sequences = sum(int(np.count_nonzero(group.lengths)) for group in groups)
         self._aggregation = config.aggregation
-        self._constant = config.aggregation_length or config.seq_len
+        self._seq_len = config.seq_len
 
     def of(self, num_tokens: int) -> float:
         """The weight of each token of a sequence with `num_tokens` loss tokens."""
@@ -108,7 +108,7 @@ class TokenWeights:
             return 1 / max(1, self.num_tokens)
         if self._aggregation == "sequence_mean":
             return 1 / (max(1, self._num_sequences) * max(1, num_tokens))
-        return 1 / (max(1, self._num_sequences) * self._constant)
+        return 1 / (max(1, self._num_sequences) * self._seq_len)
 
 
 def token_advantages(group: ScoredGroup, trained: Sequence[np.ndarray], config: TrainConfig) -> list[np.ndarray]:

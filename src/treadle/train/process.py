@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from treadle.config import TrainConfig
-from treadle.config.secret_settings import without_secrets
+from treadle.config.files import without_secrets
 from treadle.errors import EngineError, HubError, OutOfMemory, SyncError, UserError, is_out_of_memory
 from treadle.loading import choose_device, report_loading
 from treadle.log import get_logger
@@ -179,10 +179,8 @@ def _train(
         tracker, health_file = open_tracker(config), HealthFile(config.metrics_path.with_name(HEALTH_FILE))
         tracker.truncate_after(restored.step)
         health_file.truncate_after(restored.step)
-    tokens = None
-    if config.keep_token_steps:
-        tokens = RecentTokenRecord(config.metrics_path.parent / TOKENS_FOLDER, config.keep_token_steps, ranks.rank)
-    feed = open_feed(ranks, stop.check, lambda check: HubFeed(config.hub_url, check, waits, config.patience_s))
+    tokens = RecentTokenRecord(config.metrics_path.parent / TOKENS_FOLDER, ranks.rank)
+    feed = open_feed(ranks, stop.check, lambda check: HubFeed(config.hub_url, check, waits))
     policy.computing = stop.computing
     stop.install()  # before this, a signal simply ends the process
     registration = _registration(config, restored.step, policy.vocab_size)
@@ -233,11 +231,11 @@ def _check_untrained(layout: Layout) -> None:
 
 def _registration(config: TrainConfig, step: int, vocab_size: int) -> RegisterTrainer:
     trackers = Trackers(
-        sinks=config.sinks,
+        sinks=config.track,
         project=config.wandb_project or DEFAULT_PROJECT,
-        group=group_of(config, config.metrics_path) if config.sinks else "",
+        group=group_of(config, config.metrics_path) if config.track else "",
     )
-    uses_wandb = "wandb" in config.sinks
+    uses_wandb = "wandb" in config.track
     return RegisterTrainer(  # Atropos' environments log to this W&B project and group
         wandb_group=trackers.group if uses_wandb else "",
         wandb_project=trackers.project if uses_wandb else "",

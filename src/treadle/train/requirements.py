@@ -18,7 +18,7 @@ def check_trainer(config: TrainConfig, env: Mapping[str, str], model_folder: Pat
     with problems.collected():
         require("train", "torch", "transformers")
     with problems.collected():
-        if config.base_quantization != "none":
+        if config.quantization != "none":
             require("quantization", "bitsandbytes")
     with problems.collected():
         check_sinks(config, env)
@@ -39,8 +39,6 @@ def check_layers(config: TrainConfig, model_folder: Path) -> None:
     number = num_layers_in(model_folder)
     if number:
         refuse_missing(config.train_layer_indices or (), range(number), flag="--train-layer-indices")
-        if config.lora:
-            refuse_missing(config.lora_layer_indices or (), range(number), flag="--lora-layer-indices")
 
 
 def has_flash4() -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from treadle import faults
 from treadle.background import awake_s
 
 Clock = Callable[[], float]
@@ -36,6 +37,7 @@ class Wait:
         self.wanted = wanted
         self.problem = ""  # the last error; problem and fix may change while the wait lasts
         self.fix = wanted.fix
+        self.deadline_s = faults.deadline_of(wanted.what, wanted.deadline_s)
         self.num_waiting = 0
         self.num_served = 0  # waiters that got it; each restarts the clock
         self.was_met = False
@@ -49,7 +51,7 @@ class Wait:
 
     @property
     def is_late(self) -> bool:
-        return self.seconds > self.wanted.deadline_s
+        return self.seconds > self.deadline_s
 
 
 class Waits:

@@ -231,7 +231,7 @@ def _wait_report(wait: Wait) -> WaitReport:
         problem=short(wait.problem),
         fix=short(wait.fix),
         is_late=wait.is_late,
-        deadline_s=wait.wanted.deadline_s if math.isfinite(wait.wanted.deadline_s) else None,
+        deadline_s=wait.deadline_s if math.isfinite(wait.deadline_s) else None,
     )
 
 

@@ -64,7 +64,6 @@ class BridgeInfo(msgspec.Struct, kw_only=True):
     quantization: str  # of the weights: "none" or "nf4"
     max_model_len: int
     max_num_seqs: int
-    logprobs_mode: str
     adapter_root: str  # the folder from which adapters and weights are loaded
 
 

@@ -61,8 +61,8 @@ class GenerateAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
     token first, then the likeliest others. `prompt_logprobs[t]` is such a dict for a token of the prompt, null for the
     first.
 
-    Logprobs are those of the distribution that was really sampled from (temperature and truncation included), or the
-    model's own, as the engine's --logprobs-mode says; a prompt's are always the model's own.
+    Logprobs are those of the distribution that was sampled from (temperature and truncation included); a prompt's are
+    the model's own.
     """
 
     text: list[str]

@@ -222,7 +222,7 @@ def test_every_command_that_plan_prints_is_taken(question: str, tmp_path: Path, 
 
 def test_an_engine_started_by_hand_is_quantized_as_the_trainers_base(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--model Qwen3-0.6B --gpu h100 --train-gpus 2 --engine-gpus 1 --train.weight-bridge-mode lora_only"
-    for more, flag in (("", ""), (" --train.base-quantization nf4", "--quantization nf4")):
+    for more, flag in (("", ""), (" --train.quantization nf4", "--quantization nf4")):
         commands = json.loads(plan(capsys, *f"{words}{more} --json".split())[1])["commands"]
         engine = next(command for command in commands if "treadle engine" in command)
         assert ("--quantization" in engine) == bool(flag)

@@ -114,7 +114,7 @@ def test_every_suggestion_fits_when_its_flags_are_taken() -> None:
 
 def test_a_model_whose_16_bit_weights_fill_a_card_is_offered_4_bits() -> None:
     found = offers(PlannedJob(find_shape("Llama-3.3-70B")), Machine("h200", card_bytes("h200"), None))
-    quantized = "--train.lora true --train.weight-bridge-mode lora_only --train.base-quantization nf4"
+    quantized = "--train.lora true --train.weight-bridge-mode lora_only --train.quantization nf4"
     assert found  # more GPUs would not divide the weights
     assert all(command.startswith(quantized) for _, command in found)
 

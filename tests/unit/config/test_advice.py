@@ -34,7 +34,6 @@ SHOWN_BY = {
     "launch": (("run",), ""),
     "errors.py": (tuple(cli.VERBS), ""),
     "config/load.py": (tuple(cli.VERBS), ""),
-    "config/keys.py": (("run",), ""),
 }
 OF_OTHER_PROGRAMS = {
     "--scheduling-policy", "--max-cpu-loras", "--kv-cache-memory-bytes",  # vLLM

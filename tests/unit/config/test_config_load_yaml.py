@@ -49,9 +49,9 @@ def test_a_list_of_servers_is_one_section_with_all_of_them(
     tmp_path: Path, keys: tuple[str, str], expected: str
 ) -> None:
     text = f"openai:\n- base_url: http://a/v1\n  timeout: 60\n{keys[0]}- base_url: http://b/v1\n{keys[1]}"
-    run = load(tmp_path, text, {"openai.patience_s": "5"})
+    run = load(tmp_path, text, {"openai.server_type": "openai"})
     assert run.openai == ServerConfig(
-        base_url=("http://a/v1", "http://b/v1"), api_key=expected, timeout=60.0, patience_s=5.0
+        base_url=("http://a/v1", "http://b/v1"), api_key=expected, timeout=60.0, server_type="openai"
     )
     first, second = run.openai.each()
     assert (first.base_url, second.base_url) == (("http://a/v1",), ("http://b/v1",))

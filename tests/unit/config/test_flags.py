@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from treadle.config import RunConfig, Section, TrainConfig, load_run
+from treadle.config.atropos import SHORTHANDS
 from treadle.config.flags import FlagParser, add_flags, given
 from treadle.config.sync import SyncOptions
 from treadle.config.train import LoraOptions, ObjectiveOptions, OptimizerOptions, SpeedOptions, TrackOptions
@@ -42,9 +43,19 @@ def as_text(value: Any) -> list[str]:
 
 def test_the_trainers_help_groups_settings_in_a_fixed_order() -> None:
     groups = help_groups(train_parser())
-    assert list(groups) == ["options", "the run", "objective", "optimizer", "lora", "speed", "sync", "track"]
+    assert list(groups) == [
+        "options",
+        "the run",
+        "objective",
+        "optimizer",
+        "lora",
+        "speed",
+        "sync",
+        "track",
+        "shorthands",
+    ]
     assert flags_in(groups["the run"])[:3] == ["model", "steps", "seed"]
-    for heading, options in zip(list(groups)[2:], OPTIONS, strict=True):
+    for heading, options in zip(list(groups)[2:-1], OPTIONS, strict=True):
         assert options.__doc__ is not None
         assert options.__doc__ in groups[heading]
         assert flags_in(groups[heading]) == list(options.model_fields)
@@ -55,7 +66,7 @@ def test_the_help_of_a_whole_run_keeps_the_groups_behind_their_section() -> None
     for name, kind in SECTIONS:
         add_flags(parser, kind, prefix=f"{name}.", dotted=True)
     trainers = [heading for heading in help_groups(parser) if heading.startswith("train")]
-    topics = ("objective", "optimizer", "lora", "speed", "sync", "track")
+    topics = ("objective", "optimizer", "lora", "speed", "sync", "track", "shorthands")
     assert trainers == ["train", *(f"train: {topic}" for topic in topics)]
 
 
@@ -64,7 +75,7 @@ def test_every_setting_appears_exactly_once(section: str, model: type[Section]) 
     parser = FlagParser(prog="treadle")
     add_flags(parser, model, prefix=f"{section}.", dotted=True)
     shown = [flag for text in help_groups(parser).values() for flag in flags_in(text)]
-    assert sorted(shown) == sorted(model.model_fields)
+    assert sorted(shown) == sorted([*model.model_fields, *(SHORTHANDS if section == "train" else ())])
 
 
 @pytest.mark.parametrize(
@@ -76,6 +87,7 @@ def test_every_setting_appears_exactly_once(section: str, model: type[Section]) 
         "--vllm-port N",
         "--lr X",
         "--dual-clip X",
+        "--importance-mask X [X ...]",
         "--objective NAME",
         "--track NAME [NAME ...]",
         "--lora-target-modules NAME [NAME ...]",

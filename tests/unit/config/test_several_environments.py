@@ -9,7 +9,7 @@ import pytest
 from treadle import cli
 from treadle.config import RunConfig, load_run, save_run
 from treadle.config.env import EnvConfig, labels_of
-from treadle.config.secret_settings import require_secrets, secret_variable
+from treadle.config.files import require_secrets, secret_variable
 from treadle.errors import ConfigError
 
 TABLES = """

@@ -39,10 +39,15 @@ def state(**more: object) -> ServingStatus:
     return ServingStatus(**{**values, "generating_s": 0.0, **more})  # type: ignore[arg-type]
 
 
+@pytest.fixture(autouse=True)
+def _late_after_five_minutes(monkeypatch):
+    monkeypatch.setattr("treadle.engines.server.NO_PROGRESS_S", 300.0)
+
+
 def test_a_held_engine_waits_for_the_trainer_until_released() -> None:
     clock = FakeClock()
     waits = Waits(clock)
-    watcher = EngineWatcher(waits, 300.0)
+    watcher = EngineWatcher(waits)
     watcher.update(state(is_held=True, num_running=5, num_waiting=2))
     clock.now_s = 301
     watcher.update(state(is_held=True, num_running=5, num_waiting=9))
@@ -58,7 +63,7 @@ def test_a_held_engine_waits_for_the_trainer_until_released() -> None:
 def test_an_engine_that_makes_progress_is_not_late() -> None:
     clock = FakeClock()
     waits = Waits(clock)
-    watcher = EngineWatcher(waits, 300.0)
+    watcher = EngineWatcher(waits)
     for tokens in (0, 10, 20, 20):
         watcher.update(state(num_running=4, num_moves=tokens))
         clock.now_s += 200
@@ -79,12 +84,12 @@ def test_an_engine_that_only_queues_requests_is_late() -> None:
 
 
 def test_the_state_is_loading_before_the_first_status() -> None:
-    assert EngineWatcher(Waits(), 300.0).about().state == "loading"
+    assert EngineWatcher(Waits()).about().state == "loading"
 
 
 def test_loading_progress_is_reported_until_the_engine_serves(tmp_path) -> None:
     folder = write_tiny_model(tmp_path)
-    watcher = EngineWatcher(Waits(), 300.0)
+    watcher = EngineWatcher(Waits())
     progress: list[tuple[int, int]] = []
 
     def tell(what: str, done: int, total: int) -> None:

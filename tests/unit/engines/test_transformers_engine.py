@@ -177,7 +177,7 @@ def test_an_engine_that_stays_failed_ends_its_process(server):
     ended, waits = [], Waits()
     life = EngineLifespan(
         server,
-        EngineWatcher(waits, 300.0),
+        EngineWatcher(waits),
         Watchdog("engine", "engine", waits),
         grace_s=0.0,
         on_death=lambda: ended.append("process"),
@@ -203,7 +203,7 @@ def test_a_model_that_is_an_adapter_serves_from_the_start(folder, tmp_path):
     assert (config.model, found, config.max_lora_rank) == (str(folder), adapter, 4)
     assert config.served_model_name == str(adapter)
     server, waits = TransformersEngine(config, folder), Waits()
-    life = EngineLifespan(server, EngineWatcher(waits, 300.0), Watchdog("engine", "engine", waits), found)
+    life = EngineLifespan(server, EngineWatcher(waits), Watchdog("engine", "engine", waits), found)
 
     async def scenario():
         async with life():
@@ -219,7 +219,7 @@ def test_an_adapter_of_another_model_ends_the_engine_with_the_reason(folder, tmp
     adapter = write_adapter(other, tmp_path / "final_adapter", seed=1)
     config, found = split_adapter(EngineConfig(model=str(adapter), dtype="float32", threads=1, device="cpu"))
     server, waits = TransformersEngine(config, folder), Waits()
-    life = EngineLifespan(server, EngineWatcher(waits, 300.0), Watchdog("engine", "engine", waits), found)
+    life = EngineLifespan(server, EngineWatcher(waits), Watchdog("engine", "engine", waits), found)
 
     async def scenario():
         async with life():

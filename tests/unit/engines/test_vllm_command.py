@@ -49,10 +49,10 @@ def test_the_key_is_in_the_environment_and_on_no_command_line():
 
 
 def test_settings_become_flags():
-    argv = command(max_num_seqs=7, max_model_len=99, logprobs_mode="raw_logprobs", dtype="bfloat16").argv
+    argv = command(max_num_seqs=7, max_model_len=99, dtype="bfloat16").argv
     assert flag(argv, "--max-num-seqs") == "7"
     assert flag(argv, "--max-model-len") == "99"
-    assert flag(argv, "--logprobs-mode") == "raw_logprobs"
+    assert flag(argv, "--logprobs-mode") == "processed_logprobs"
     assert flag(argv, "--dtype") == "bfloat16"
 
 
@@ -97,7 +97,8 @@ def test_an_eager_vllm_on_a_cpu_compiles_nothing_at_all():
 def test_memory_is_a_share_of_a_gpu_and_gibibytes_of_a_cpu():
     assert flag(command(vllm=GPU, gpu_memory_utilization=0.3).argv, "--gpu-memory-utilization") == "0.3"
     assert "--gpu-memory-utilization" not in command().argv
-    assert command(kv_cache_gib=2).env["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    assert command().env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert command(inherited={"VLLM_CPU_KVCACHE_SPACE": "2"}).env["VLLM_CPU_KVCACHE_SPACE"] == "2"
 
 
 def test_adapters_need_flags_and_a_variable():
@@ -256,9 +257,9 @@ def test_a_failed_start_suggests_a_fix(line, words):
         (
             "ValueError: Available memory on node 0 (0.56/23.54 GiB) on kv cache allocation is less than requested "
             "memory for kv (1000.0 GiB). Decrease --kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE, or reduce",
-            "lower --kv-cache-gib",
+            "lower VLLM_CPU_KVCACHE_SPACE",
         ),
-        ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory", "lower --kv-cache-gib"),
+        ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory", "lower VLLM_CPU_KVCACHE_SPACE"),
     ],
 )
 def test_a_start_out_of_memory_names_settings_and_treadle_plan(line, words):

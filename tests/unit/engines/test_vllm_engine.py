@@ -35,7 +35,7 @@ NO_TEXT = SimpleNamespace(decode_after=None)  # the fake server returns the text
 def facts(folder=Path("/model")):
     return EngineFacts(
         kind="vllm", version="0", folder=folder, device="cpu", dtype="float32", max_model_len=64, vocab_size=80,
-        eos_ids=frozenset({1}), logprobs_mode="raw_logprobs", max_num_seqs=4, has_lora=True, max_lora_rank=8,
+        eos_ids=frozenset({1}), max_num_seqs=4, has_lora=True, max_lora_rank=8,
     )  # fmt: skip
 
 

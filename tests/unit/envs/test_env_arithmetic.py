@@ -144,7 +144,7 @@ def test_the_seed_does_not_change_the_held_out_prompts():
     ],
 )
 def test_the_last_number_decides(text, is_right):
-    score = Arithmetic(EnvConfig(task="addition", brevity=0)).score(Item.ask("?", answer="140"), text, completion(text))
+    score = Arithmetic(EnvConfig(task="addition")).score(Item.ask("?", answer="140"), text, completion(text))
     assert score == Score(reward=float(is_right), is_right=is_right)
 
 
@@ -154,7 +154,7 @@ def test_a_comma_between_thousands_is_part_of_the_number(text):
 
 
 def test_brevity_rewards_right_and_finished_completions_only():
-    env = Arithmetic(EnvConfig(task="addition", max_token_length=24, brevity=0.2))
+    env = Arithmetic(EnvConfig(task="addition", max_token_length=24, args={"brevity": 0.2}))
     item = Item.ask("?", answer="140")
     assert env.score(item, "140", completion("140", num_tokens=6)).reward == pytest.approx(1.15)
     assert env.score(item, "7", completion("7", num_tokens=6)).reward == 0.0

@@ -26,6 +26,11 @@ from treadle.track.files import read_steps
 from treadle.track.trackers import CompositeTracker, Table
 
 
+@pytest.fixture(autouse=True)
+def _short_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treadle.envs.serving.report.TABLE_ROWS", 3)
+
+
 def add(prompt: str, request: Any) -> list[str]:
     """Right in evaluation and in every other completion of training."""
     a, b = map(int, re.findall(r"\d+", prompt)[:2])
@@ -38,9 +43,7 @@ def serve(tmp_path: Path, trackers: tuple[str, ...], **settings: Any) -> Path:
     hub_double.trackers = trackers
     engine_double = EngineDouble(save_tokenizer(tmp_path / "model"), add)
     engine_double.policy_version = lambda: hub_double.current_step
-    config = EnvConfig(
-        **{"group_size": 4, "num_eval": 6, "state_dir": tmp_path / "state", "num_rollouts_to_keep": 3, **settings}
-    )
+    config = EnvConfig(**{"group_size": 4, "num_eval": 6, "state_dir": tmp_path / "state", **settings})
 
     async def scenario() -> None:
         async with (
@@ -145,7 +148,7 @@ class FullDisk(Recorder):
 
 def test_a_full_disk_at_the_end_leaves_no_tracker_open() -> None:
     recorder = Recorder()
-    Tracking(CompositeTracker(FullDisk(), {"recorder": recorder}), num_rows=2).close()  # type: ignore[arg-type,dict-item]
+    Tracking(CompositeTracker(FullDisk(), {"recorder": recorder})).close()  # type: ignore[arg-type,dict-item]
     assert recorder.is_closed
 
 
@@ -158,12 +161,12 @@ def rollout(version: int, text: str = "4") -> Rollout:
 
 def test_between_evaluations_a_table_comes_every_few_steps_and_is_bounded() -> None:
     recorder = Recorder()
-    tracking = Tracking(CompositeTracker(recorder, {"recorder": recorder}), num_rows=2)  # type: ignore[arg-type,dict-item]
+    tracking = Tracking(CompositeTracker(recorder, {"recorder": recorder}))  # type: ignore[arg-type,dict-item]
     for version in range(2 * STEPS_PER_TABLE + 2):
         tracking.add([rollout(version, "x" * 10_000)] * 4, may_log=version != STEPS_PER_TABLE)
     assert [step for step, _ in recorder.tables] == [STEPS_PER_TABLE + 1, 2 * STEPS_PER_TABLE + 1], (
         "not in an evaluation"
     )
     _, table = recorder.tables[0]
-    assert [row[:2] for row in table.rows] == [(STEPS_PER_TABLE, "2 + 2?"), (STEPS_PER_TABLE + 1, "2 + 2?")]
+    assert [row[:2] for row in table.rows] == [(STEPS_PER_TABLE + i, "2 + 2?") for i in (-1, 0, 1)]
     assert len(table.rows[0][2]) < MAX_CELL_CHARS + 10

@@ -62,7 +62,7 @@ def examine_file(tmp_path, request):
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"name": "arithmetic"}, "settings ok it reads brevity, difficulty, max_token_length, task"),
+        ({"name": "arithmetic"}, "settings ok it reads args, difficulty, max_token_length, task"),
         ({"name": "echo"}, "right answers ok 30 of 30 are right, worth 1"),
         ({"name": "gsm8k", "data": str(DATA / "gsm8k")}, "right answers ok 30 of 30 are right, worth 1"),
         ({"name": "svamp", "data": str(DATA / "svamp.json")}, "held-out items ok 2"),

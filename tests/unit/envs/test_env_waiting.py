@@ -180,13 +180,13 @@ class SlowTrainer(HubDouble):
         return JSONResponse({**standing, "untrained_sequences": self.untrained, "trainer_waits": False})
 
 
-def serve(tmp_path, harness, hub, **settings):
+def serve(tmp_path, harness, hub, pace):
     def add(prompt, request):
         a, b = map(int, re.findall(r"\d+", prompt)[:2])
         return [str(a + b) if i % 2 == 0 else "?" for i in range(request.n)]
 
     engine_double = EngineDouble(save_tokenizer(tmp_path / "model"), add)
-    config = EnvConfig(group_size=4, num_eval=0, max_age=0, state_dir=tmp_path / "state", **settings)
+    config = EnvConfig(group_size=4, num_eval=0, max_age=0, state_dir=tmp_path / "state", pace=pace)
 
     async def scenario():
         async with (
@@ -202,9 +202,10 @@ def serve(tmp_path, harness, hub, **settings):
 
 
 @pytest.mark.parametrize("pace", ["waves", "stream"])
-def test_a_trainer_that_takes_no_step_is_reported_late_once_with_the_step(tmp_path, harness, pace):
+def test_a_trainer_that_takes_no_step_is_reported_late_once_with_the_step(tmp_path, harness, pace, monkeypatch):
+    monkeypatch.setattr("treadle.envs.hub_client.STEP_LATE_S", 5.0)
     hub = SlowTrainer([1, 15, 1])
-    serve(tmp_path, harness, hub, pace=pace, patience_s=5.0)
+    serve(tmp_path, harness, hub, pace)
     (late,) = harness.reported("late")
     assert late["for"] == "the trainer to take step 2"
     assert late["process"] == "trainer"
@@ -212,15 +213,17 @@ def test_a_trainer_that_takes_no_step_is_reported_late_once_with_the_step(tmp_pa
 
 
 @pytest.mark.parametrize("pace", ["waves", "stream"])
-def test_a_slow_trainer_that_takes_its_steps_is_never_late(tmp_path, harness, pace):
-    serve(tmp_path, harness, SlowTrainer([7, 7, 7]), pace=pace, patience_s=8.0)  # four seconds each
+def test_a_slow_trainer_that_takes_its_steps_is_never_late(tmp_path, harness, pace, monkeypatch):
+    monkeypatch.setattr("treadle.envs.hub_client.STEP_LATE_S", 8.0)
+    serve(tmp_path, harness, SlowTrainer([7, 7, 7]), pace)  # four seconds each
     assert harness.reported("late") == []
 
 
 @pytest.mark.parametrize("pace", ["waves", "stream"])
-def test_a_trainer_that_is_started_later_is_reported_and_never_late(tmp_path, harness, pace):
+def test_a_trainer_that_is_started_later_is_reported_and_never_late(tmp_path, harness, pace, monkeypatch):
+    monkeypatch.setattr("treadle.envs.hub_client.STEP_LATE_S", 5.0)
     hub = SlowTrainer([1, 1], looks_without_trainer=14)  # the hub was reset when the environment had registered
-    serve(tmp_path, harness, hub, pace=pace, patience_s=5.0)
+    serve(tmp_path, harness, hub, pace)
     assert hub.current_step == 2
     assert {fields["for"] for fields in harness.reported("waiting")} == {
         "a trainer to register at the hub (http://hub)"
@@ -243,12 +246,13 @@ class PollingHub(HubDouble):
 
 
 @pytest.mark.parametrize(("looks_per_step", "late"), [(3, []), (8, [1, 2, 3])])  # half a second each
-def test_each_step_that_an_evaluation_waits_for_has_the_same_patience(harness, looks_per_step, late):
+def test_each_step_that_an_evaluation_waits_for_has_the_same_patience(harness, looks_per_step, late, monkeypatch):
+    monkeypatch.setattr("treadle.envs.hub_client.STEP_LATE_S", 2.0)
     network = harness.network(PollingHub(looks_per_step).app)
 
     async def scenario():
         async with HubClient("http://hub", retry_policy=OFTEN, transport=network, waits=harness.waits) as client:
-            await wait_for_step(client, 3, patience_s=2.0)
+            await wait_for_step(client, 3)
 
     asyncio.run(scenario())
     assert [fields["for"] for fields in harness.reported("late")] == [

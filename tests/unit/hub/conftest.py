@@ -69,8 +69,9 @@ def clock() -> HandClock:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> HubConfig:
-    return HubConfig(database=tmp_path / "hub.sqlite", lease_s=60.0, max_deliveries=2, queue_limit_groups=50)
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubConfig:
+    monkeypatch.setattr("treadle.hub.state.MAX_DELIVERIES", 2)
+    return HubConfig(database=tmp_path / "hub.sqlite", lease_s=60.0, queue_limit_groups=50)
 
 
 @pytest.fixture

@@ -2,16 +2,10 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import time
 import zlib
 
 import pytest
-from starlette.testclient import TestClient
-
-from treadle.hub.endpoint import access_of
-from treadle.hub.process import app_of
-from treadle.hub.state import HubState
 
 JSON = {"Content-Type": "application/json"}
 PACKED = JSON | {"Content-Encoding": "gzip"}
@@ -229,25 +223,6 @@ def test_answers_are_compressed_when_asked_for_and_large_enough(client, calls):
     assert "content-encoding" not in client.get("/latest_example", headers={"Accept-Encoding": "gzip;q=0"}).headers
     small = client.get("/status", headers={"Accept-Encoding": "gzip"})
     assert "content-encoding" not in small.headers
-
-
-@pytest.mark.parametrize("has_trainer", [False, True])
-def test_groups_of_an_unknown_version_are_refused_where_that_is_wished(store, config, clock, calls, has_trainer):
-    strict = config.model_copy(update={"unversioned": "refuse"})
-    if has_trainer:
-        calls.register()
-    with TestClient(
-        app_of(HubState.build(store, strict, clock), access_of(strict, os.environ)),
-        str(calls.client.base_url),
-        client=("127.0.0.1", 50_000),
-    ) as client:
-        answer = client.post("/scored_data", json=calls.group())
-        assert answer.status_code == 422
-        (problem,) = answer.json()["detail"]
-        assert (problem["type"], problem["loc"]) == ("unknown_version", ["body", "policy_version"])
-        assert client.get("/status").json()["queue_size"] == 0
-        assert client.post("/scored_data", json=calls.group(policy_version=0)).status_code == 200
-        assert client.get("/status").json()["queue_size"] == 1
 
 
 def test_headers_that_are_stored_have_at_most_255_characters(client, calls):

@@ -19,8 +19,8 @@ from test_launch_plan import FACTS, RUN
 from tests.e2e.processes import free_port
 from tests.hub_process import HubProcess
 from treadle.config import RunConfig, load_run, save_run
-from treadle.config.keys import explicit_keys
-from treadle.config.secret_settings import require_secrets
+from treadle.config.files import require_secrets
+from treadle.config.load import explicit_keys
 from treadle.config.train import FLOAT32_LR, TrainConfig
 from treadle.errors import ConfigError, RunStalled
 from treadle.launch import attachment, resume
@@ -40,7 +40,7 @@ SECRET = "a-token-of-a-test-0123456789"  # noqa: S105
 INFO = BridgeInfo(
     enabled=True, shared_weights=True, update_count=0, last_update_time=None, model_name="/models/smol", device="cpu",
     engine="transformers", engine_version="5", dtype="bfloat16", is_paused=False, has_lora=False, max_lora_rank=None,
-    quantization="none", max_model_len=1024, max_num_seqs=64, logprobs_mode="processed_logprobs", adapter_root="/data",
+    quantization="none", max_model_len=1024, max_num_seqs=64, adapter_root="/data",
 )  # fmt: skip
 
 
@@ -200,10 +200,6 @@ def test_weights_are_broadcast_to_an_engine_that_shares_none(url: str, shares: b
         ({"train.weight_bridge_mode": "lora_only"}, {}, "takes no adapters", "treadle engine --enable-lora"),
         ({"train.weight_bridge_mode": "lora_only"}, {"has_lora": True, "max_lora_rank": 8}, "rank 8", "--train.lora-r"),
         ({"env.group_size": 128}, {}, "over engine.max_num_seqs 64", "treadle engine --max-num-seqs 128"),
-        (
-            {"env.temperature": 0.5}, {"logprobs_mode": "raw_logprobs"}, "raw logprobs",
-            "treadle engine --logprobs-mode processed_logprobs",
-        ),
     ],
 )  # fmt: skip
 def test_an_engine_that_cannot_serve_the_run_is_refused(flags, info, says, fix) -> None:

@@ -14,7 +14,7 @@ from tests.e2e.processes import free_port
 from tests.written_run import write_run
 from treadle.background import awake_s
 from treadle.config import RunConfig, load_run, save_run
-from treadle.config.keys import with_values
+from treadle.config.load import with_values
 from treadle.config.schema import HubConfig
 from treadle.errors import ConfigError
 from treadle.launch import folder as run_folders

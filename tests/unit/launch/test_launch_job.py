@@ -18,7 +18,7 @@ from tests.e2e.processes import free_port
 from tests.tiny_model import write_tiny_model
 from tests.written_run import evaluation, step_values, write_run
 from treadle.config import RunConfig, load_run, save_run
-from treadle.config.keys import explicit_keys, with_fitting_groups
+from treadle.config.load import explicit_keys, with_fitting_groups
 from treadle.envs.base import load_environment
 from treadle.errors import ConfigError, DiskFull, ModelError, ProcessDied, UserError
 from treadle.launch import folder as run_folders

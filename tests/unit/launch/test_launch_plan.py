@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from treadle.config import DEFAULT_MODEL, TrainConfig, load_run
-from treadle.config.keys import explicit_keys
+from treadle.config.load import explicit_keys
 from treadle.config.train import FLOAT32_LR
 from treadle.errors import ConfigError
 from treadle.launch.machine import MachineFacts

@@ -74,7 +74,7 @@ def test_all_problems_of_a_run_are_reported_at_once(
         ({"train__track": "wandb"}, ConfigError, "W&B has no API key"),
         ({"train__use_wandb": "true"}, ConfigError, "W&B has no API key"),
         ({"train__train_layer_indices": "2-3"}, ConfigError, "there is no layer 3: the model has 3 layers"),
-        ({"train__lora": "true", "train__lora_layer_indices": "9"}, ConfigError, "there is no layer 9"),
+        ({"train__lora": "true", "train__train_layer_indices": "9"}, ConfigError, "there is no layer 9"),
         ({"train__fused_kernels": "liger"}, MissingExtra, "liger-kernel"),
         ({"engine__vllm_python": "/nowhere/python"}, MissingExtra, "/nowhere/python cannot be run"),
         ({"env__name": "jsonl", "env__data": "."}, ConfigError, "has no rows to train on"),

@@ -86,7 +86,6 @@ class SmallEngine:
             model_name=str(self.folder), device="cpu", engine="transformers", engine_version="0",
             dtype=str(self.base.dtype).removeprefix("torch."), is_paused=self.is_paused, has_lora=self.has_lora,
             max_lora_rank=16, quantization="none", max_model_len=2048, max_num_seqs=128,
-            logprobs_mode="processed_logprobs",
             adapter_root=str(self.folder.parent),
         )  # fmt: skip
 

@@ -27,7 +27,7 @@ class Trainer:
 
     def __init__(self, folder, tmp_path, url, **settings):
         plain = {
-            "model": str(folder), "save_path": tmp_path / "saved", "device": "cpu", "logprob_chunk": 64, "lr": 1e-2,
+            "model": str(folder), "save_path": tmp_path / "saved", "device": "cpu", "lr": 1e-2,
             "warmup_steps": 0, "engine_url": url, "steps": 6, "publish_timeout_s": 20.0,
         }  # fmt: skip
         self.config = TrainConfig(**(plain | settings))

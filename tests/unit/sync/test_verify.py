@@ -77,7 +77,7 @@ def publish_with_canaries(trainer, engine, faults):
 def test_an_engine_that_answers_from_a_stale_cache_is_caught_by_the_canary(folder, tmp_path, settings):
     engine = SmallEngine(folder, weights_file=None if settings else tmp_path / "shared.weights")
     with serving(engine) as url:
-        trainer = Trainer(folder, tmp_path, url, canary_share=1, **settings)
+        trainer = Trainer(folder, tmp_path, url, verify_publish="always", **settings)
         with pytest.raises(SyncError, match="from what it cached under earlier weights") as error:
             publish_with_canaries(trainer, engine, Faults(keeps_cache=True))
     print(error.value)
@@ -87,28 +87,30 @@ def test_an_engine_that_answers_from_a_stale_cache_is_caught_by_the_canary(folde
 def test_an_adapter_that_does_not_answer_is_caught_by_the_canary(folder, tmp_path):
     engine = SmallEngine(folder)
     with serving(engine) as url:
-        trainer = Trainer(folder, tmp_path, url, canary_share=1, weight_bridge_mode="lora_only")
+        trainer = Trainer(folder, tmp_path, url, verify_publish="always", weight_bridge_mode="lora_only")
         with pytest.raises(SyncError, match="the engine did not load this adapter") as error:
             publish_with_canaries(trainer, engine, Faults(leaves_adapters=True))
     print(error.value)
 
 
-def test_canaries_keep_to_their_share_and_the_last_publish_has_one(folder, tmp_path):
-    def canaries(share):
+def test_canaries_keep_to_their_share_and_the_last_publish_has_one(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("treadle.sync.verify.CANARY_SHARE", 1e-4)
+
+    def canaries(verify_publish):
         with serving(SmallEngine(folder)) as url:
-            trainer = Trainer(folder, tmp_path, url, **RELOAD, canary_share=share)
+            trainer = Trainer(folder, tmp_path, url, **RELOAD, verify_publish=verify_publish)
             trainer.run()
         return [receipt.verified.canary_mean is not None for receipt in trainer.receipts]
 
-    assert canaries(1e-4) == [True, False, False, False, False, False, True]
-    assert all(canaries(1))
+    assert canaries("auto") == [True, False, False, False, False, False, True]
+    assert all(canaries("always"))
 
 
 def test_a_tolerance_can_be_set_and_verification_switched_off(folder, tmp_path):
-    for settings in ({"canary_tolerance": 100.0}, {"verify_publish": False}):
+    for settings in ({"canary_tolerance": 100.0, "verify_publish": "always"}, {"verify_publish": "off"}):
         engine = SmallEngine(folder)
         with serving(engine) as url:
-            trainer = Trainer(folder, tmp_path, url, canary_share=1, weight_bridge_mode="lora_only", **settings)
+            trainer = Trainer(folder, tmp_path, url, weight_bridge_mode="lora_only", **settings)
             publish_with_canaries(trainer, engine, Faults(keeps_cache=True))
             assert ("/generate" in engine.calls) == ("canary_tolerance" in settings)
 

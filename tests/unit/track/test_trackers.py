@@ -70,7 +70,7 @@ def test_tensorboard_shows_the_steps_of_the_last_life(tmp_path: Path) -> None:
 
 def test_wandb_keeps_one_run_over_two_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    live_twice(TrackOptions(use_wandb=True, wandb_group="sums", wandb_run_name="first try"), tmp_path)
+    live_twice(TrackOptions(track="wandb", wandb_group="sums", wandb_run_name="first try"), tmp_path)
     run_id = (tmp_path / "wandb-run-id.txt").read_text().strip()
     files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     assert [file.name for file in files] == [f"run-{run_id}.wandb"] * 2
@@ -148,7 +148,7 @@ def test_wandb_without_a_login_says_how_to_log_in(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from treadle.config.train import TrackOptions;"
         "from treadle.track import build_tracker; from treadle.errors import ConfigError\n"
-        "try: build_tracker(TrackOptions(use_wandb=True), Path(sys.argv[1]), {})\n"
+        "try: build_tracker(TrackOptions(track='wandb'), Path(sys.argv[1]), {})\n"
         "except ConfigError as error: print(error)"
     )
     done = subprocess.run(

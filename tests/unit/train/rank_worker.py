@@ -34,7 +34,7 @@ from treadle.train.stop import StopRequested
 from treadle.wire.groups import LeasedBatch, ScoredGroup
 
 SETTINGS = {
-    "lr": 1e-3, "warmup_steps": 0, "dtype": "float32", "device": "cpu", "logprob_chunk": 64, "micro_tokens": 13,
+    "lr": 1e-3, "warmup_steps": 0, "dtype": "float32", "device": "cpu", "micro_tokens": 13,
     "share_prompts": "off", "schedule": "constant",
 }  # fmt: skip
 

@@ -31,9 +31,7 @@ def model_folder(tmp_path_factory):
 
 def new_parts(model_folder, optimizer="adamw", **settings):
     torch.manual_seed(0)
-    config = TrainConfig(
-        optimizer=optimizer, lr=1e-3, dtype="bfloat16", device="cpu", logprob_chunk=64, compile="off", **settings
-    )
+    config = TrainConfig(optimizer=optimizer, lr=1e-3, dtype="bfloat16", device="cpu", compile="off", **settings)
     policy = load_policy(model_folder, config)
     return policy, build_optimizer(policy, config)
 
@@ -149,7 +147,7 @@ def test_adapters_load_with_peft(model_folder, tmp_path):
 
 
 def test_a_merged_final_model_is_the_base_with_its_adapter(model_folder, tmp_path):
-    config = TrainConfig(lora=True, lora_r=4, dtype="float32", device="cpu", logprob_chunk=64, compile="off")
+    config = TrainConfig(lora=True, lora_r=4, dtype="float32", device="cpu", compile="off")
     policy = load_policy(model_folder, config)
     torch.manual_seed(2)
     with torch.no_grad():

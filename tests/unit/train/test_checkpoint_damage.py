@@ -37,7 +37,7 @@ def model_folder(tmp_path_factory):
 
 
 def new_parts(model_folder, **settings):
-    config = TrainConfig(dtype="bfloat16", device="cpu", logprob_chunk=64, compile="off", **settings)
+    config = TrainConfig(dtype="bfloat16", device="cpu", compile="off", **settings)
     policy = load_policy(model_folder, config)
     return policy, build_optimizer(policy, config)
 

@@ -16,7 +16,7 @@ from treadle.train.checkpoint import Checkpoints, Totals
 from treadle.train.optimizers import build_optimizer
 from treadle.train.policy import load_policy
 
-LORA = {"lora": True, "lora_r": 4, "lora_alpha": 8.0, "lora_layer_indices": "0"}
+LORA = {"lora": True, "lora_r": 4, "lora_alpha": 8.0, "train_layer_indices": "0"}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def other_model(tmp_path_factory):
 
 
 def parts(folder, **settings):
-    config = TrainConfig(dtype="bfloat16", device="cpu", logprob_chunk=64, compile="off", **settings)
+    config = TrainConfig(dtype="bfloat16", device="cpu", compile="off", **settings)
     policy = load_policy(folder, config)
     return policy, build_optimizer(policy, config)
 
@@ -54,10 +54,14 @@ def restore(root, folder, **settings):
             "lora-target-modules q_proj,v_proj, this run has k_proj,q_proj",
             "set --train.lora-target-modules q_proj,v_proj, ",
         ),
-        ({"lora_layer_indices": "0-1"}, "lora-layer-indices 0, this run has 0,1", "set --train.lora-layer-indices 0, "),
         (
-            {"lora_layer_indices": None},
-            "lora-layer-indices 0, this run has unset",
+            {"train_layer_indices": "0-1"},
+            "train-layer-indices 0, this run has 0,1",
+            "set --train.train-layer-indices 0, ",
+        ),
+        (
+            {"train_layer_indices": None},
+            "train-layer-indices 0, this run has unset",
             "--train.save-path to start",
         ),
     ],
@@ -72,9 +76,9 @@ def test_other_adapters_are_refused_by_the_name_of_the_setting(model_folder, tmp
 
 def test_a_setting_that_was_unset_is_to_be_left_out(model_folder, tmp_path):
     save(tmp_path, model_folder, lora=True)
-    with pytest.raises(ConfigError, match="lora-layer-indices unset, this run has 1") as error:
-        restore(tmp_path, model_folder, lora=True, lora_layer_indices="1")
-    assert error.value.fix.startswith("leave --train.lora-layer-indices out, or choose another --train.save-path")
+    with pytest.raises(ConfigError, match="train-layer-indices unset, this run has 1") as error:
+        restore(tmp_path, model_folder, lora=True, train_layer_indices="1")
+    assert error.value.fix.startswith("leave --train.train-layer-indices out, or choose another --train.save-path")
 
 
 @pytest.mark.parametrize("settings", [LORA, {"train_layer_indices": "1"}])

@@ -70,7 +70,7 @@ class ListTracker:
 
 class Harness:
     def __init__(self, folder, tmp_path, batches, **settings):
-        plain = {"lr": 1e-3, "warmup_steps": 0, "dtype": "float32", "device": "cpu", "logprob_chunk": 64}
+        plain = {"lr": 1e-3, "warmup_steps": 0, "dtype": "float32", "device": "cpu"}
         self.config = TrainConfig(steps=len(batches), **(plain | settings))
         self.policy = load_policy(folder, self.config)
         self.optimizer = build_optimizer(self.policy, self.config)

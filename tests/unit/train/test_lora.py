@@ -163,7 +163,7 @@ def test_names_are_those_of_the_model_and_of_pefts_files(folder, tmp_path):
 
 
 def test_adapters_only_in_the_chosen_layers(folder):
-    adapted = adapt(folder, lora_layer_indices=(0, 2), lora_target_modules=("o_proj",))
+    adapted = adapt(folder, train_layer_indices=(0, 2), lora_target_modules=("o_proj",))
     assert sorted(dict(merged_weights(adapted))) == [f"model.layers.{i}.self_attn.o_proj.weight" for i in (0, 2)]
 
 
@@ -191,12 +191,12 @@ def test_dropout_is_the_adapters_alone_and_can_be_switched(folder):
         ({"lora_target_modules": ("lm_head",)}, "output layer in chunks", "q_proj"),
         ({"lora_target_modules": ("embed_tokens",)}, "output layer in chunks", "q_proj"),
         ({"lora_target_modules": ()}, "no layer would get an adapter", "target-modules"),
-        ({"lora_layer_indices": ()}, "no layer would get an adapter", "lora-layer-indices"),
-        ({"lora_layer_indices": (1, 3)}, "no layer 3: the model has 3 layers", "lora-layer-indices"),
+        ({"train_layer_indices": ()}, "no layer would get an adapter", "train-layer-indices"),
+        ({"train_layer_indices": (1, 3)}, "no layer 3: the model has 3 layers", "train-layer-indices"),
         (
-            {"lora_layer_indices": (1,), "lora_target_modules": ("layers.0.self_attn.q_proj",)},
+            {"train_layer_indices": (1,), "lora_target_modules": ("layers.0.self_attn.q_proj",)},
             "none of the chosen layers has a 'layers.0.self_attn.q_proj'; it is in model.layers.0.self_attn.q_proj",
-            "lora-layer-indices",
+            "train-layer-indices",
         ),
     ],
 )
@@ -204,12 +204,6 @@ def test_targets_that_cannot_be_are_refused(folder, options, words, remedy):
     with pytest.raises(ConfigError, match=words) as refusal:
         adapt(folder, **options)
     assert remedy in refusal.value.fix
-
-
-def test_adapters_and_trained_layers_exclude_each_other(folder):
-    with pytest.raises(ConfigError, match="none of them is trained") as refusal:
-        add_adapters(load(folder), LoraOptions(lora=True), train_layers=(0, 1))
-    assert "--lora-layer-indices" in refusal.value.fix
 
 
 def test_examples_in_docstrings():

@@ -123,18 +123,21 @@ class TestMismatch:
         assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.0
 
     def test_the_mask_takes_the_loss_from_tokens_outside(self):
-        gradient, metrics = self.gradient(importance_mask_low=0.3, importance_mask_high=5.0)
+        gradient, metrics = self.gradient(importance_mask=(0.3, 5.0))
         assert gradient == [0.0, 1.0, 1.0, 1.0, 1.0, 0.0]
         assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(2 / 6)
         assert metrics["rollout_corr/rollout_is_oob_ratio"] == pytest.approx(2 / 6)
 
-    def test_a_mask_from_zero_is_a_bound_and_not_a_missing_one(self):
-        _, metrics = self.gradient(importance_mask_low=0.0)
-        assert metrics["rollout_corr/rollout_is_oob_ratio"] == pytest.approx(2 / 6)  # only those above 2
+    def test_a_mask_may_be_open_to_either_side(self):
+        gradient, metrics = self.gradient(importance_mask=(0.0, 2.0))
+        assert gradient == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+        assert metrics["rollout_corr/rollout_is_oob_ratio"] == pytest.approx(2 / 6)
+        gradient, _ = self.gradient(importance_mask=(0.5, math.inf))
+        assert gradient == [0.0, 1.0, 1.0, 1.0, 1.0, 1.0]
 
     def test_a_masked_token_has_no_kl_term_either(self):
         tokens = make_tokens([-5.0, -1.0], [0.0, 0.0], reference=[-9.0, -0.5])
-        settings = {"kl_coef": 1.0, "kl_estimator": "k2", "kl_against": "reference", "importance_mask_high": 2.0}
+        settings = {"kl_coef": 1.0, "kl_estimator": "k2", "kl_against": "reference", "importance_mask": (0.0, 2.0)}
         loss, gradient, _ = score([-1.0, -1.0], tokens, **settings)
         assert loss == 0.125
         assert gradient.tolist() == [0.0, -0.5]

@@ -169,7 +169,7 @@ def test_packing_into_bins_is_deterministic_and_keeps_capacity():
 )
 def test_weights_are_shares_of_the_whole_step(aggregation, wanted):
     groups = [group([5], [[1, 2, 3], [4]], [1.0, 0.0]), group([6], [[7, 8]], [1.0], advantages=[[0.0, 1.0, 1.0]])]
-    config = settings(aggregation=aggregation, aggregation_length=10)
+    config = settings(aggregation=aggregation, seq_len=10)
     got = torch.cat([m.loss_tokens.weights_L for m in pack(groups, config).micros])
     np.testing.assert_allclose(sorted(got), sorted(wanted), rtol=1e-6)
 

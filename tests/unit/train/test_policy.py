@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from tests.sample_groups import make_groups
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
+from treadle.config.train import LOGPROB_CHUNK
 from treadle.train.loop import accumulate_gradients
 from treadle.train.optimizers import build_optimizer
 from treadle.train.pack import pack
@@ -22,7 +23,13 @@ def folder(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-FP32 = TrainConfig(dtype="float32", device="cpu", logprob_chunk=17, micro_tokens=10_000)
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    """Several per vocabulary."""
+    monkeypatch.setitem(LOGPROB_CHUNK, "cpu", 17)
+
+
+FP32 = TrainConfig(dtype="float32", device="cpu", micro_tokens=10_000)
 
 
 def plain_table(plain, tokens):

@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 
 def new_policy(folder, quantization):
     config = TrainConfig(
-        device="cpu", dtype="float32", weight_bridge_mode="lora_only", base_quantization=quantization, lr=1e-2,
+        device="cpu", dtype="float32", weight_bridge_mode="lora_only", quantization=quantization, lr=1e-2,
         warmup_steps=0,
     )  # fmt: skip
     return load_policy(folder, config), config
@@ -70,7 +70,7 @@ def test_the_transformers_engine_loads_the_same_numbers(folder):
 
 @pytest.mark.parametrize(("served", "trained"), [("none", "nf4"), ("nf4", "none")])
 def test_an_engine_with_other_bits_is_refused_by_name(served, trained):
-    config = TrainConfig(weight_bridge_mode="lora_only", base_quantization=trained)
-    with pytest.raises(ConfigError, match=f"quantization {served}, and base_quantization is {trained}") as refused:
+    config = TrainConfig(weight_bridge_mode="lora_only", quantization=trained)
+    with pytest.raises(ConfigError, match=f"quantization {served}, and the trainer's {trained}") as refused:
         check_same_quantization(config, SimpleNamespace(quantization=served))
     assert f"--quantization {trained}" in refused.value.fix

@@ -22,7 +22,7 @@ from treadle.wire.groups import IGNORED, NO_LOGPROB, LeasedBatch, ScoredGroup, f
 PROMPT = [5, 6]
 # Two turns: what stands between them was read, not said.
 FIRST, READ, SECOND = [10, 20], [30, 31], [11]
-SETTINGS = {"dtype": "float32", "device": "cpu", "logprob_chunk": 64, "normalize_std": False}
+SETTINGS = {"dtype": "float32", "device": "cpu", "normalize_std": False}
 
 
 @pytest.fixture(scope="module")

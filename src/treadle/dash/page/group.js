@@ -103,7 +103,7 @@ export class GroupPane {
     if (!["difference", "advantage"].includes(this.colour)) return "";
     if (isKept && rollouts.every((one) => one.trained_advantages.every((value) => value === 0))) return "All advantages are 0: this group had no learning signal.";
     if (isKept) return this.colour === "difference" ? "Blue: the trainer gave the token a higher probability than the engine, before the update of the step. No colour: the token had no loss, or the engine sent no logprob." : "The advantages that the tokens were trained with.";
-    const why = summary.state === "trained" ? "The trainer no longer keeps the figures of this step (--keep-token-steps)." : "This group has not been trained.";
+    const why = summary.state === "trained" ? "The trainer no longer keeps the figures of this step." : "This group has not been trained.";
     return this.colour === "difference" ? `${why} There is nothing to colour by.` : `${why} Shown: the advantage that the environment sent, else the score minus the mean of the group.`;
   }
 

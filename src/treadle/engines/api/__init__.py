@@ -81,7 +81,6 @@ def create_app(
     context = ApiContext(
         engine=engine,
         model_name=config.served_model_name or config.model,
-        pause_timeout_s=config.pause_timeout_s,
         adapter_root=adapter_root(config),
         model_folder=engine.facts.folder.resolve(),
         bridge_file=bridge_file,

@@ -132,7 +132,6 @@ class ApiContext:
 
     engine: InferenceEngine
     model_name: str  # as given at start
-    pause_timeout_s: float
     adapter_root: Path  # adapters and weights are loaded only from this folder (resolved)
     model_folder: Path  # that the engine was started with; it may always be loaded again
     bridge_file: Path | None = None  # tells trainers where the shared weights are

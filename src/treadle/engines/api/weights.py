@@ -23,7 +23,7 @@ from treadle.engines.api.context import (
     resolve_weights_folder,
     route,
 )
-from treadle.engines.interface import check_takes_adapters
+from treadle.engines.interface import HOLD_TIMEOUT_S, check_takes_adapters
 from treadle.engines.model_folder import read_adapter_settings
 from treadle.errors import RequestError
 from treadle.log import get_logger
@@ -86,7 +86,7 @@ class BridgeRoutes:
     async def pause(self, http: HttpRequest) -> Response:
         body = await decode(http, Pause)
         with self._context.publishers.authorize(http, allow_anonymous=True):
-            await self._engine.hold(body.mode, self._context.pause_timeout_s)
+            await self._engine.hold(body.mode, HOLD_TIMEOUT_S)
         return self._now("paused")
 
     async def resume(self, http: HttpRequest) -> Response:
@@ -133,7 +133,6 @@ class BridgeRoutes:
                 quantization=facts.quantization,
                 max_model_len=facts.max_model_len,
                 max_num_seqs=facts.max_num_seqs,
-                logprobs_mode=facts.logprobs_mode,
                 adapter_root=str(self._context.adapter_root),
             )
         )

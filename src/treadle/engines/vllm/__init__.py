@@ -33,20 +33,18 @@ def start_vllm(
     from treadle.engines.tokenizer import ModelTokenizer
     from treadle.engines.vllm.command import find_vllm
     from treadle.engines.vllm.engine import VllmEngine
-    from treadle.engines.vllm.server_process import begin_server, log, prepare_server
+    from treadle.engines.vllm.server_process import START_TIMEOUT_S, begin_server, log, prepare_server
     from treadle.sync.gate import gate_beside
 
     vllm = find_vllm(config.vllm_python)
     if vllm.version not in VLLM:
         log.warning("vllm_version_untested", version=vllm.version, tested=str(VLLM))
     server, facts = begin_server(config, vllm, folder, on_progress)
-    server.wait_until_ready(config.start_timeout_s)
+    server.wait_until_ready(START_TIMEOUT_S)
     return VllmEngine(
         server,
         facts,
         ModelTokenizer.load(facts.folder),
         partial(prepare_server, config, vllm),
-        start_timeout_s=config.start_timeout_s,
-        drain_timeout_s=config.pause_timeout_s,
         gate=None if config.weights_file is None else gate_beside(config.weights_file.resolve()),
     )

@@ -60,6 +60,7 @@ _NOT_PASSED = {
     "--api-key": "--token-file FILE is the engine's own",
     "--served-model-name": "it is a flag of the engine's own: give it outside of --vllm-args",
     "--dtype": "it is a flag of the engine's own: give it outside of --vllm-args",
+    "--logprobs-mode": "logprobs are those of the distribution that was sampled from, which training needs",
     "--chat-template": "save the template with the model, as chat_template.jinja",
     "--middleware": "clients speak to the engine, not to vLLM",
     "--worker-extension-cls": "the engine has one of its own",
@@ -162,7 +163,7 @@ def server_command(
         *_weights_flags(config, model),
         *("--dtype", serving_dtype(config, model, vllm)),
         # Not the model's sampling defaults: they would change what a request asks for.
-        *("--generation-config", "vllm", "--logprobs-mode", config.logprobs_mode),
+        *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
         *("--max-model-len", str(max_model_len(config, model)), "--max-num-seqs", str(config.max_num_seqs)),
         *(SCHEDULING_FLAG, "priority"),  # priorities: completions.py
         *_lora_flags(config, model, user_args),
@@ -289,7 +290,7 @@ def _environment(
     if config.vllm_python:
         settings["PYTHONPATH"] = str(resources.scratch / "path")  # contains this package, which that Python may lack
     if vllm.is_cpu:
-        settings["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gib)
+        settings["VLLM_CPU_KVCACHE_SPACE"] = inherited.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         if config.threads:
             settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(config.threads)}
     elif ":" in config.device:

@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from treadle.engines.interface import (
+    HOLD_TIMEOUT_S,
     Adapter,
     CompletionDelta,
     EngineFacts,
@@ -51,7 +52,7 @@ from treadle.engines.vllm.completions import (
     to_deltas,
     to_result,
 )
-from treadle.engines.vllm.server_process import ServerProcess
+from treadle.engines.vllm.server_process import START_TIMEOUT_S, ServerProcess
 from treadle.errors import EngineError, RequestError, UserError
 from treadle.log import get_logger
 from treadle.sync.gate import PublishGate, check_publish_order
@@ -76,8 +77,8 @@ class VllmEngine:
         tokenizer: ModelTokenizer,
         prepare_server: PrepareServer,
         *,
-        start_timeout_s: float,
-        drain_timeout_s: float,
+        start_timeout_s: float = START_TIMEOUT_S,
+        drain_timeout_s: float = HOLD_TIMEOUT_S,
         gate: Path | None = None,
     ) -> None:
         """`gate`: gate file of an engine that shares its weights (sync/gate.py)."""

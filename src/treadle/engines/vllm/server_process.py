@@ -52,6 +52,8 @@ _BAR = re.compile(r"(?P<what>(?:Loading|Capturing) [^:|]+):\s+\d+%.*\|\s*(?P<don
 log = get_logger("engine")
 NUM_TAIL_LINES = 20
 STOP_S = child_guard.GRACE_S + 10.0
+# A server that dies is noticed at once; this is for one that hangs. Large models load from slow disks for long.
+START_TIMEOUT_S = 3600.0
 FIRST_TOKEN_S = 120.0  # minimum timeout of the first token, which may wait for a compiler on a CPU
 _ERROR = re.compile(r"\b\w*(?:Error|Exception): \S.*")  # the last line of a traceback
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -72,12 +74,12 @@ _REMEDIES = (
     ),
     (
         r"Available memory on node|CPU_KVCACHE_SPACE|DefaultCPUAllocator|Cannot allocate memory",
-        "free some memory, or lower --kv-cache-gib (it is reserved at the start), --max-num-seqs or --max-model-len; "
-        + _SEE_PLAN,
+        "free some memory, or lower VLLM_CPU_KVCACHE_SPACE (GiB, reserved at the start; 1 unless set), "
+        "--max-num-seqs or --max-model-len; " + _SEE_PLAN,
     ),
     (
         r"KV\s+cache is needed|No available memory for the cache|estimated maximum model length",
-        "raise --gpu-memory-utilization (on a CPU: --kv-cache-gib), or lower --max-model-len; " + _SEE_PLAN,
+        "raise --gpu-memory-utilization (on a CPU: VLLM_CPU_KVCACHE_SPACE), or lower --max-model-len; " + _SEE_PLAN,
     ),
     (
         r"out of memory|Free memory on device|less than desired GPU memory utilization",
@@ -163,7 +165,7 @@ class ServerProcess:
                     if time.monotonic() > deadline:
                         raise EngineError(
                             f"vLLM was not ready after {timeout_s:.0f} s; the end of its log:\n{self._log_tail()}",
-                            fix="raise --start-timeout-s, or see what it waits for",
+                            fix="see in its log what it waits for",
                         )
                     if self._is_stopping.wait(0.1):
                         raise EngineError("vLLM was stopped while it started", fix="start the engine again")
@@ -195,7 +197,7 @@ class ServerProcess:
             raise EngineError(
                 f"vLLM started, but its first token did not come within {timeout_s:.0f} s; the end of its log:\n"
                 f"{self._log_tail()}",
-                fix="raise --start-timeout-s, or see what it waits for",
+                fix="see in its log what it waits for",
             ) from None
         except NoAnswer as error:
             complaint = str(error)
@@ -266,7 +268,6 @@ def begin_server(
         max_model_len=max_model_len(config, model),
         vocab_size=model.vocab_size,
         eos_ids=model.eos_ids,
-        logprobs_mode=config.logprobs_mode,
         max_num_seqs=config.max_num_seqs,
         has_lora=config.enable_lora,
         max_lora_rank=lora_rank(config.max_lora_rank) if config.enable_lora else None,

@@ -35,7 +35,7 @@ from treadle.wire.bridge import JoinGroup
 
 SHARED_LAYOUT = "treadle_shared_layout"  # attribute of a model whose parameters are shared
 Result = dict[str, Any] | None
-NOT_COMPARED_FIX = "leave these layers out (--lora-target-modules), or set --verify-publish false"
+NOT_COMPARED_FIX = "leave these layers out (--lora-target-modules), or set --verify-publish off"
 
 
 @register_model_loader(LOAD_FORMAT)

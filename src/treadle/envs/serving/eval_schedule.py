@@ -65,7 +65,7 @@ async def evaluate(
     if folder is not None and result_path(folder, step).exists():
         log.info("evaluation_exists", step=step, path=str(result_path(folder, step)))
         return
-    await wait_for_step(hub, step, context.config.patience_s)
+    await wait_for_step(hub, step)
     num_prompts = min(context.config.num_eval, len(context.environment.eval_items()))
     with monitor.track_evaluation(step, num_prompts) as report_progress:
         result = await evaluate_policy(
@@ -92,9 +92,9 @@ async def evaluate(
     )
 
 
-async def wait_for_step(hub: HubClient, step: int, patience_s: float) -> None:
+async def wait_for_step(hub: HubClient, step: int) -> None:
     """Wait until the trainer has taken `step` steps."""
     with CurrentWait(hub.waits) as current_wait:
         while (taken := (await hub.status()).current_step) < step:
-            current_wait.set(next_step(taken, patience_s))
+            current_wait.set(next_step(taken))
             await asyncio.sleep(STATUS_POLL_S)

@@ -23,8 +23,8 @@ from urllib.parse import quote
 import msgspec
 
 from treadle.config.env import EnvConfig
+from treadle.config.files import without_secrets
 from treadle.config.load import parse
-from treadle.config.secret_settings import without_secrets
 from treadle.config.train import TrackOptions
 from treadle.envs.evaluation import EvalResult, eval_metrics
 from treadle.envs.rollout import ReportProgress, Rollout, Scores, compare_scores
@@ -44,6 +44,7 @@ TOO_FEW_LESSONS = 40  # a model that learns has passed its first groups, which a
 MOST = 0.9  # share of the recent groups that counts as a problem
 STEPS_PER_TABLE = 10  # between two tables of training rollouts; an evaluation logs one too
 MAX_CELL_CHARS = 2000
+TABLE_ROWS = 32
 ROLLOUT_COLUMNS = ("policy_version", "prompt", "completion", "reward", "is_right", "tokens", "ended")
 SAMPLE_COLUMNS = ("question", "completion", "gold", "reward", "is_right", "ended")
 
@@ -117,7 +118,7 @@ class EnvMonitor:
         self.pace = ""  # set by the stream
         self.num_retries = 0
         self.env_id: int | None = None
-        self.tracking = Tracking(None, 0)  # replaced after registration, when the trainer's trackers are known
+        self.tracking = Tracking(None)  # replaced after registration, when the trainer's trackers are known
         self._evaluation: WorkReport | None = None
         self._env_name = env_name
         self._lock = threading.Lock()
@@ -273,7 +274,7 @@ def _fix_for_equal_scores(groups: GroupCounts) -> str:
 def open_tracking(config: EnvConfig, name: str, registered: RegisteredEnv) -> Tracking:
     """Open the sinks that the trainer registered with; may take seconds."""
     if not config.use_trackers or not registered.trackers.sinks:
-        return Tracking(None, 0)
+        return Tracking(None)
     folder = config.state_dir / quote(name, safe="") / f"tracker-{quote(registered.run_id, safe='')[:8]}"
     try:
         options = {
@@ -287,22 +288,21 @@ def open_tracking(config: EnvConfig, name: str, registered: RegisteredEnv) -> Tr
         tracker = build_tracker(track, Path(folder, "metrics.jsonl"), settings)
     except TreadleError as error:  # the package is missing on this machine, or there is no login
         log.warning("no_tracker", problem=error.message, fix=f"{error.fix}; or turn it off: --env.use-trackers false")
-        return Tracking(None, 0)
+        return Tracking(None)
     except OSError as error:
         fix = "give a folder that can be written to: --env.state-dir; or turn it off: --env.use-trackers false"
         log.warning("no_tracker", problem=str(error), fix=fix)
-        return Tracking(None, 0)
+        return Tracking(None)
     log.info("tracking", sinks=",".join(registered.trackers.sinks), folder=str(folder))
-    return Tracking(tracker, config.num_rollouts_to_keep)
+    return Tracking(tracker)
 
 
 class Tracking:
-    """`Tracking(None, 0)` logs nothing."""
+    """`Tracking(None)` logs nothing."""
 
-    def __init__(self, tracker: CompositeTracker | None, num_rows: int) -> None:
+    def __init__(self, tracker: CompositeTracker | None) -> None:
         self._tracker = tracker
-        self._num_rows = num_rows
-        self._rollouts: deque[tuple[Any, ...]] = deque(maxlen=num_rows)
+        self._rollouts: deque[tuple[Any, ...]] = deque(maxlen=TABLE_ROWS)
         self._next_table = STEPS_PER_TABLE
 
     def add(self, rollouts: Sequence[Rollout], *, may_log: bool) -> None:
@@ -310,7 +310,7 @@ class Tracking:
 
         While an evaluation runs, nothing is logged: its step is lower, and tracking services need increasing steps.
         """
-        if self._tracker is None or not self._num_rows or not rollouts or not rollouts[0].transcripts:
+        if self._tracker is None or not rollouts or not rollouts[0].transcripts:
             return
         self._rollouts.append(_row(rollouts[0]))
         version = self._rollouts[-1][0]
@@ -322,8 +322,8 @@ class Tracking:
             return
         with _only_logged():
             self._tracker.log(result.step, eval_metrics(result))
-        if self._num_rows and result.samples:
-            firsts = result.samples[:: result.generation_params["n"]][: self._num_rows]
+        if result.samples:
+            firsts = result.samples[:: result.generation_params["n"]][:TABLE_ROWS]
             rows = [
                 (_cut(one.question), _cut(one.completion), _cut(one.gold), one.reward, one.is_right, one.ended)
                 for one in firsts

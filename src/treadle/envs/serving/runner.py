@@ -25,11 +25,10 @@ from pathlib import Path
 from urllib.parse import quote
 
 from treadle.config.env import EnvConfig
-from treadle.config.keys import fitting_group_size
-from treadle.config.load import replace_text
+from treadle.config.load import fitting_group_size, replace_text
 from treadle.envs.base import Environment
 from treadle.envs.group_file import GroupFile
-from treadle.envs.hub_client import CurrentWait, HubClient
+from treadle.envs.hub_client import STEP_LATE_S, CurrentWait, HubClient
 from treadle.envs.rollout import EnvContext
 from treadle.envs.serving.assignment import (
     FlightLimit,
@@ -106,7 +105,7 @@ async def _wait_for_others(hub: HubClient, env_id: int, config: EnvConfig) -> No
     with CurrentWait(hub.waits) as current_wait:
         while (present := (await hub.standing(env_id)).num_present) < config.num_environments:
             what = f"{config.num_environments - present} more of the {config.num_environments} environments to register"
-            current_wait.set(WaitSpec(what, of="env", deadline_s=config.patience_s))
+            current_wait.set(WaitSpec(what, of="env", deadline_s=STEP_LATE_S))
             await asyncio.sleep(STATUS_POLL_S)
 
 

@@ -115,7 +115,7 @@ class StreamRunner:
         elif not standing.batch_size:
             current_wait.set(hub.trainer_wanted)
         else:
-            current_wait.set(next_step(standing.step, self.context.config.patience_s))
+            current_wait.set(next_step(standing.step))
         return False
 
     def _follow_trainer(self, standing: EnvStanding) -> None:

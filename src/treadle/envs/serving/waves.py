@@ -135,7 +135,7 @@ class WaveRunner:
                 elif is_time(standing):
                     return standing
                 else:
-                    current_wait.set(next_step(standing.step, self.context.config.patience_s))
+                    current_wait.set(next_step(standing.step))
                 await asyncio.sleep(STATUS_POLL_S)
 
     def _num_steps(self, standing: EnvStanding) -> int:

@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import ClassVar
 
+import msgspec
+
 from treadle.config.env import EnvConfig
 from treadle.config.load import suggest
-from treadle.envs.base import Environment, Item, Score, environment, stable_seed
+from treadle.envs.base import Environment, Item, Score, environment, parse_args, stable_seed
 from treadle.envs.engine_client import Completion
 from treadle.errors import ConfigError
 
@@ -117,11 +119,17 @@ def split(task: Task) -> Split:
     return Split(tuple(held_out.values()), tuple(itertools.islice(train, task.num_train)))
 
 
+class ArithmeticArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`brevity`: the largest bonus for a right answer that ends early."""
+
+    brevity: float = 0.0
+
+
 @environment("arithmetic")
 class Arithmetic(Environment):
     """Reward 1 for the right number, CUT_OFF_REWARD if the answer is truncated.
 
-    `config.brevity` is the largest bonus for a right answer that ends early.
+    `--env.args '{"brevity": 0.2}'` adds a bonus of at most 0.2 for a right answer that ends early.
 
     >>> Arithmetic(EnvConfig(task="addition")).train_item(0).prompt
     'Answer with only the number. What is 20 + 27?'
@@ -138,6 +146,7 @@ class Arithmetic(Environment):
             raise ConfigError(f"unknown task '{config.task}' of the environment 'arithmetic'", fix=hint)
         self._task = harder(TASKS[config.task], config.difficulty)
         self._split = split(self._task)
+        self._brevity = parse_args(config, ArithmeticArgs).brevity
 
     def train_items(self) -> Sequence[Item]:
         return [self._task.item(numbers) for numbers in self._split.train]
@@ -150,7 +159,7 @@ class Arithmetic(Environment):
             return Score(reward=0.0, is_right=False)
         if completion.finish_reason != "stop":
             return Score(reward=CUT_OFF_REWARD, is_right=True)
-        bonus = self.config.brevity * (1 - len(completion.token_ids) / self.config.max_token_length)
+        bonus = self._brevity * (1 - len(completion.token_ids) / self.config.max_token_length)
         return Score(reward=1 + bonus, is_right=True)
 
 
