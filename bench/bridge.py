@@ -38,7 +38,7 @@ import torch
 from treadle.config import TrainConfig
 from treadle.launch.machine import SHARED_MEMORY
 from treadle.sync.modes import choose_sync
-from treadle.sync.protocol import Receipt
+from treadle.sync.protocol import PublishResult
 from treadle.train.loop import accumulate_gradients
 from treadle.train.optimizers import build_optimizer
 from treadle.train.pack import pack
@@ -203,7 +203,7 @@ def summary_ms(values: list[float]) -> list[float]:
     return [round(value * 1e3, 2) for value in (statistics.median(values), ordered[len(values) * 9 // 10], ordered[-1])]
 
 
-def median_share(receipts: list[Receipt], took: list[float]) -> float:
+def median_share(receipts: list[PublishResult], took: list[float]) -> float:
     """Median share of a step that verifying its publish took."""
     return round(statistics.median(r.verified.seconds / s for r, s in zip(receipts, took, strict=True)), 4)
 

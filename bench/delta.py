@@ -30,7 +30,7 @@ from treadle.engines.models import resolve_model
 from treadle.launch.machine import SHARED_MEMORY
 from treadle.net.address import take_port
 from treadle.sync.modes import choose_sync
-from treadle.sync.protocol import EngineLink, Receipt
+from treadle.sync.protocol import EngineLink, PublishResult
 from treadle.train.loop import accumulate_gradients
 from treadle.train.optimizers import build_optimizer
 from treadle.train.pack import pack
@@ -88,7 +88,7 @@ def as_group(answer: dict[str, Any]) -> ScoredGroup:
     )
 
 
-def publish_steps(config: TrainConfig, groups: list[ScoredGroup]) -> list[Receipt]:
+def publish_steps(config: TrainConfig, groups: list[ScoredGroup]) -> list[PublishResult]:
     sync = choose_sync(config)
     attached = sync.attach()
     config = config.on_device(gpu=torch.cuda.is_available())
@@ -105,7 +105,7 @@ def publish_steps(config: TrainConfig, groups: list[ScoredGroup]) -> list[Receip
     return receipts
 
 
-def summary(receipts: list[Receipt]) -> dict[str, list[float]]:
+def summary(receipts: list[PublishResult]) -> dict[str, list[float]]:
     """Values of the publish before the first step, of the first step, the median over steps, and of the last step."""
 
     def at(values: list[float]) -> list[float]:

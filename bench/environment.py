@@ -28,7 +28,7 @@ from treadle.envs.base import Environment, Item, environment, load_environment
 from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.hub_client import HubClient
-from treadle.envs.process import open_context
+from treadle.envs.main import open_context
 from treadle.envs.serving.runner import run
 from treadle.log import set_up_logging
 

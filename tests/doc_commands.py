@@ -17,8 +17,8 @@ import treadle.envs
 import treadle.export
 import treadle.hub.process
 import treadle.launch
-import treadle.launch.chat
-import treadle.launch.dash
+import treadle.launch.chat_command
+import treadle.launch.dash_command
 import treadle.launch.folder
 import treadle.launch.matrix
 import treadle.launch.top
@@ -31,7 +31,7 @@ from treadle.config.flags import FlagParser
 from treadle.config.load import explicit_keys
 from treadle.envs.base import load_environment, prepare_task
 from treadle.errors import Problems
-from treadle.guides import GUIDES
+from treadle.help_texts import GUIDES
 from treadle.launch.attachment import merge_addresses
 from treadle.launch.preflight import check_one_trainer, settle_environments, with_environments
 
@@ -39,8 +39,8 @@ from treadle.launch.preflight import check_one_trainer, settle_environments, wit
 _STARTS = (
     (treadle.launch, "resume"), (treadle.hub.process, "serve"), (treadle.engines, "serve"), (treadle.train, "main"),
     (treadle.launch.folder, "newest_run"), (treadle.export, "export_merged"), (treadle.export, "export_gguf"),
-    (treadle.export, "push"), (treadle.launch.chat, "talk"),
-    (treadle.launch.top, "watch_run"), (treadle.launch.dash, "show_page"),
+    (treadle.export, "push"), (treadle.launch.chat_command, "talk"),
+    (treadle.launch.top, "watch_run"), (treadle.launch.dash_command, "show_page"),
     (treadle.report.page, "write_report"), (treadle.doctor.command, "diagnose"),
     (treadle.budget.command, "plan_memory"), (treadle.launch.matrix, "resume_matrix"),
 )  # fmt: skip

@@ -27,7 +27,7 @@ from treadle.log import show_warnings
 if TYPE_CHECKING:
     from treadle.envs.base import Environment
     from treadle.envs.rewards import RewardLike
-    from treadle.launch.inputs import Data
+    from treadle.launch.notebook_inputs import Data
     from treadle.report.history import Evaluation, History
     from treadle.report.summary import Summary
     from treadle.wire.groups import ScoredGroup
@@ -90,9 +90,9 @@ def train(
             f"{for_one[0]} is for one environment, and {file.name if file else 'envs='} has {len(asked.envs)}",
             fix="set it in the [[env]] tables",
         )
-    from treadle.launch.inputs import Inputs
+    from treadle.launch.notebook_inputs import NotebookInputs
 
-    inputs = Inputs(asked.output.expanduser() / "inputs")
+    inputs = NotebookInputs(asked.output.expanduser() / "inputs")
     if inspect.isclass(env):
         overrides["env.name"] = inputs.add_environment(env)
     elif data is not None and "name" not in asked.env.model_fields_set:
@@ -163,7 +163,7 @@ class Run:
     @property
     def config(self) -> RunConfig:
         """Every setting, as the run used it: `run.config.train.lr`."""
-        from treadle.launch.plan import CONFIG_FILE
+        from treadle.launch.process_plan import CONFIG_FILE
 
         return load_run(self.path / CONFIG_FILE)
 
@@ -198,12 +198,12 @@ class Run:
     def rollouts(self, step: int | None = None, *, limit: int = 100) -> list[RolloutGroup]:
         """The groups of a step, or of all steps; the newest first, at most `limit`."""
         from treadle.dash.rollouts import open_group
-        from treadle.store.browse import MAX_BATCHES_AT_ONCE, Browser, Wanted
+        from treadle.store.browse import MAX_BATCHES_AT_ONCE, Browser, GroupFilter
 
         with Browser.open(self._queue) as browser:
             for _ in range(self._history.last_step // MAX_BATCHES_AT_ONCE):  # `open` reads the first ones
                 browser.learn(0)
-            found = browser.find(Wanted(step=step), limit)
+            found = browser.find(GroupFilter(step=step), limit)
             stored = browser.contents([group.id for group in found])
         return [_as_group(open_group(stored[group.id]), group.step) for group in found if group.id in stored]
 
@@ -286,7 +286,7 @@ class ModelChat:
     def __init__(self, model_path: Path, *, temperature: float, max_tokens: int) -> None:
         require("train", "torch", "transformers")
         from treadle.envs.chat_format import ChatTokenizer
-        from treadle.launch.chat import ChatSession, running_engine
+        from treadle.launch.chat_command import ChatSession, running_engine
         from treadle.launch.supervisor import Stopped
 
         self.messages: list[dict[str, str]] = []

@@ -217,7 +217,7 @@ def _env(words: list[str]) -> int:
     _log_to_stderr()
     from treadle import envs
 
-    return envs.act(values._action, run.env, run.openai, verbose=values._verbose)
+    return envs.run_action(values._action, run.env, run.openai, verbose=values._verbose)
 
 
 def _top(words: list[str]) -> int:
@@ -238,7 +238,7 @@ def _dash(words: list[str]) -> int:
     parser.add_argument("--no-open", action="store_true", help="print the address and open no browser")
     values = parser.parse_args(words)
     _log_to_stderr("WARNING")
-    from treadle.launch.dash import show_page
+    from treadle.launch.dash_command import show_page
 
     return show_page(values.run, opens=not values.no_open)
 
@@ -250,7 +250,7 @@ def _chat(words: list[str]) -> int:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 always takes the likeliest token")
     parser.add_argument("--max-tokens", type=int, default=256, help="longest answer, in tokens")
     values = parser.parse_args(words)
-    from treadle.launch.chat import talk
+    from treadle.launch.chat_command import talk
 
     return talk(values.model, message=values.message, temperature=values.temperature, max_tokens=values.max_tokens)
 
@@ -308,7 +308,7 @@ def _export(words: list[str]) -> int:
 
 
 def _token(words: list[str]) -> int:
-    from treadle.net.tokens import CLIENT_ROLES, HUB_TOKEN_VARIABLE, read_secret, role_token
+    from treadle.net.access_tokens import CLIENT_ROLES, HUB_TOKEN_VARIABLE, read_secret, role_token
 
     parser = _parser("token", "Print the token of a role, for clients of a hub or engine.")
     parser.add_argument("role", choices=CLIENT_ROLES, help=", ".join(CLIENT_ROLES))
@@ -340,7 +340,7 @@ def _one_section(name: str, words: list[str]) -> Any:
 def _parser(verb: str, description: str = "") -> FlagParser:
     """A parser with this description; without one, with the guide of the verb and --config."""
     from treadle.config.flags import FlagParser
-    from treadle.guides import GUIDES
+    from treadle.help_texts import GUIDES
 
     if description:
         return FlagParser(prog=f"treadle {verb}", description=description)
@@ -384,12 +384,12 @@ def _overview() -> str:
 def _with_flags_of(verb: str, error: TreadleError, words: list[str]) -> str:
     """The error message, with flags as the user typed them; those of `run` in a process that the launcher started."""
     from treadle.background import PARENT_VARIABLE
-    from treadle.config.advice import VERB_OF_SECTION, as_flags_of
+    from treadle.config.flag_spelling import VERB_OF_SECTION, respell_flags
 
     if isinstance(error, ProcessDied):  # it quotes the end of a log
         return str(error)
     section = verb if verb in VERB_OF_SECTION else ""
-    return as_flags_of("run" if PARENT_VARIABLE in os.environ else verb, str(error), section, typed=words)
+    return respell_flags("run" if PARENT_VARIABLE in os.environ else verb, str(error), section, typed=words)
 
 
 def _complain(message: str, code: int = 2) -> int:

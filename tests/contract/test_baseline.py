@@ -16,7 +16,7 @@ import pytest
 
 from tests.contract.atropos_calls import JSON, Atropos, group, raw_exchange, request_bytes
 from tests.hub_process import HubProcess
-from treadle.net.tokens import role_token
+from treadle.net.access_tokens import role_token
 
 LEASE_S = 3.0  # on a busy machine a few calls take a second
 TOKEN, ADMIN = "ordinary-token-of-a-test", "admin-token-of-a-test"

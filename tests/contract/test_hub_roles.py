@@ -14,7 +14,7 @@ import pytest
 
 from tests.contract.atropos_calls import ENV, TRAINER, group
 from tests.hub_process import HubProcess
-from treadle.net.tokens import CLIENT_ROLES, role_token
+from treadle.net.access_tokens import CLIENT_ROLES, role_token
 from treadle.wire.hub import ProcessReport
 
 TOKEN, ADMIN = "main-token-of-a-test-0123", "admin-token-of-a-test-0123"

@@ -25,7 +25,7 @@ from tests.e2e.atropos.parts import (
 from tests.e2e.processes import end_of, environment, last_lines
 from tests.hub_process import HubProcess
 from tests.tiny_model import write_tiny_model
-from treadle.net.tokens import role_token
+from treadle.net.access_tokens import role_token
 from treadle.wire.groups import ATROPOS_KEYS
 
 pytestmark = pytest.mark.slow

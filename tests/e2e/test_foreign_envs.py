@@ -25,7 +25,7 @@ from treadle.envs.foreign.recorder import Recorder, serving
 from treadle.envs.foreign.sessions import Sessions
 from treadle.envs.rewards import make_scorer
 from treadle.envs.rollout import EnvContext, roll_group
-from treadle.envs.scoring import Judge
+from treadle.envs.scoring import ScoreRules
 
 pytestmark = pytest.mark.slow
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agent.py"
@@ -53,7 +53,7 @@ async def context_of(config, engine_url, model):
     await environment.open()
     try:
         async with EngineClient(ServerConfig(base_url=engine_url)) as client, make_scorer("inline") as scorer:
-            yield EnvContext(environment, client, ChatTokenizer.load(model), Judge(environment, scorer))
+            yield EnvContext(environment, client, ChatTokenizer.load(model), ScoreRules(environment, scorer))
     finally:
         await environment.close()
 

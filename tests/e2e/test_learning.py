@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.runs import TINY_RUN, ending, metrics_of, resume, run_treadle
 from tests.tiny_model import write_tiny_model
-from treadle.net.tokens import CLIENT_ROLES, role_token
+from treadle.net.access_tokens import CLIENT_ROLES, role_token
 
 STEPS = 60
 

@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treadle.hub.batching import HOARD_BATCHES, freshness, plan
-from treadle.store import Lane, Plan, Waiting
+from treadle.store import EnvQueue, Plan, Waiting
 
 
 class Queues:
     """Lanes that are filled and emptied as the store does it: ids by arrival, tags kept from batch to batch."""
 
-    def __init__(self, *lanes: Lane) -> None:
-        self.lanes = {lane.env_id: lane for lane in lanes}
-        self.groups: dict[int | None, list[Waiting]] = {lane.env_id: [] for lane in lanes}
+    def __init__(self, *env_queues: EnvQueue) -> None:
+        self.env_queues = {env_queue.env_id: env_queue for env_queue in env_queues}
+        self.groups: dict[int | None, list[Waiting]] = {env_queue.env_id: [] for env_queue in env_queues}
         self.arrived = 0
 
     def post(self, env_id: int | None, size: int, count: int = 1) -> None:
@@ -29,10 +29,10 @@ class Queues:
             self.groups[env_id].append(Waiting(self.arrived, size))
             self.arrived += 1
 
-    def view(self, batch_size: int) -> list[Lane]:
+    def view(self, batch_size: int) -> list[EnvQueue]:
         """Of each size as many of the oldest as a batch can use, and how many there are in all."""
         seen = []
-        for env_id, lane in self.lanes.items():
+        for env_id, env_queue in self.env_queues.items():
             kept: list[Waiting] = []
             num_kept: Counter[int] = Counter()
             for group in self.groups[env_id]:
@@ -40,7 +40,7 @@ class Queues:
                     kept.append(group)
                     num_kept[group.size] += 1
             sizes = Counter(group.size for group in self.groups[env_id])
-            seen.append(replace(lane, waiting=kept, sizes=sizes))
+            seen.append(replace(env_queue, waiting=kept, sizes=sizes))
         return seen
 
     def next(self, batch_size: int) -> tuple[Plan, list[tuple[int | None, Waiting]]]:
@@ -48,7 +48,9 @@ class Queues:
         gone = {*(made.ids or ()), *made.misfits}
         taken = [(env, group) for env, line in self.groups.items() for group in line if group.id in (made.ids or ())]
         if made.ids is not None:
-            self.lanes = {env: replace(lane, tag=made.tags.get(env, 0.0)) for env, lane in self.lanes.items()}
+            self.env_queues = {
+                env: replace(env_queue, tag=made.tags.get(env, 0.0)) for env, env_queue in self.env_queues.items()
+            }
         self.groups = {env: [group for group in line if group.id not in gone] for env, line in self.groups.items()}
         return made, taken
 
@@ -68,9 +70,11 @@ class Queues:
 
 @given(st.lists(st.integers(1, 9), max_size=11), st.integers(1, 20), st.integers(1, 3))
 def test_a_choice_is_the_oldest_of_all_exact_ones(sizes, batch_size, num_lanes):
-    """Against brute force, in the order of arrival whichever lanes the groups are in."""
+    """Against brute force, in the order of arrival whichever env_queues the groups are in."""
     waiting = [Waiting(index, size) for index, size in enumerate(sizes) if size <= batch_size]
-    lanes = [Lane(env, [group for group in waiting if group.id % num_lanes == env]) for env in range(num_lanes)]
+    env_queues = [
+        EnvQueue(env, [group for group in waiting if group.id % num_lanes == env]) for env in range(num_lanes)
+    ]
     exact = [
         [group.id for group in subset]
         for count in range(1, len(waiting) + 1)
@@ -78,17 +82,17 @@ def test_a_choice_is_the_oldest_of_all_exact_ones(sizes, batch_size, num_lanes):
         if sum(group.size for group in subset) == batch_size
     ]
     oldest = min(exact, key=lambda ids: [group.id not in ids for group in waiting], default=None)
-    assert plan(lanes, batch_size).ids == oldest
+    assert plan(env_queues, batch_size).ids == oldest
 
 
 @st.composite
 def lanes_of_any_kind(draw):
     ids = iter(range(1000))
-    lanes = []
+    env_queues = []
     for env_id in range(draw(st.integers(1, 4))):
         sizes = draw(st.lists(st.integers(1, 6), max_size=8))
-        lanes.append(
-            Lane(
+        env_queues.append(
+            EnvQueue(
                 env_id,
                 [Waiting(next(ids), size) for size in sizes],
                 name=f"env{env_id}",
@@ -99,13 +103,13 @@ def lanes_of_any_kind(draw):
                 group_size=draw(st.integers(0, 6)),
             )
         )
-    return lanes
+    return env_queues
 
 
 @given(lanes_of_any_kind(), st.integers(-1, 20))
-def test_whatever_waits_a_batch_is_exact_in_order_and_explained(lanes, batch_size):
-    made = plan(lanes, batch_size)
-    of_id = {group.id: (lane, group) for lane in lanes for group in lane.waiting}
+def test_whatever_waits_a_batch_is_exact_in_order_and_explained(env_queues, batch_size):
+    made = plan(env_queues, batch_size)
+    of_id = {group.id: (env_queue, group) for env_queue in env_queues for group in env_queue.waiting}
     if made.ids is None:
         assert made.reason
         assert not made.tags
@@ -113,27 +117,30 @@ def test_whatever_waits_a_batch_is_exact_in_order_and_explained(lanes, batch_siz
     assert len(set(made.ids)) == len(made.ids)
     assert sum(of_id[group_id][1].size for group_id in made.ids) == batch_size
     assert not set(made.misfits) & set(made.ids)
-    for group_id in made.ids:  # by arrival within a lane, among groups of one size
-        lane, group = of_id[group_id]
-        assert all(each.id in made.ids for each in lane.waiting if each.size == group.size and each.id < group_id)
-    for lane in lanes:
-        need = int(batch_size * min(1.0, max(0.0, lane.minimum)))
-        got = sum(group.size for group in lane.waiting if group.id in made.ids)
-        assert lane.name in made.waived or got >= need or _promised(lanes, batch_size) > batch_size or got
-        assert lane.name not in made.waived or need > 0
+    for group_id in made.ids:  # by arrival within a env_queue, among groups of one size
+        env_queue, group = of_id[group_id]
+        assert all(each.id in made.ids for each in env_queue.waiting if each.size == group.size and each.id < group_id)
+    for env_queue in env_queues:
+        need = int(batch_size * min(1.0, max(0.0, env_queue.minimum)))
+        got = sum(group.size for group in env_queue.waiting if group.id in made.ids)
+        assert env_queue.name in made.waived or got >= need or _promised(env_queues, batch_size) > batch_size or got
+        assert env_queue.name not in made.waived or need > 0
     assert all(tag >= 0 for tag in made.tags.values())
-    assert min((made.tags[lane.env_id] for lane in lanes if lane.waiting and made.tags), default=0.0) == 0.0
+    assert (
+        min((made.tags[env_queue.env_id] for env_queue in env_queues if env_queue.waiting and made.tags), default=0.0)
+        == 0.0
+    )
 
 
-def _promised(lanes, batch_size) -> int:
-    return sum(int(batch_size * min(1.0, max(0.0, lane.minimum))) for lane in lanes)
+def _promised(env_queues, batch_size) -> int:
+    return sum(int(batch_size * min(1.0, max(0.0, env_queue.minimum))) for env_queue in env_queues)
 
 
 @given(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=12), st.integers(0, 2**30))
 def test_nobody_starves_while_others_keep_posting(sizes, seed):
     """The first group is trained within as many batches as it takes to find it company."""
     rng = random.Random(seed)
-    queues = Queues(Lane(0, [], weight=1.0), Lane(1, [], weight=1.0))
+    queues = Queues(EnvQueue(0, [], weight=1.0), EnvQueue(1, [], weight=1.0))
     queues.post(0, sizes[0])
     for _ in range(12):
         for size in sizes:
@@ -152,7 +159,7 @@ def test_nobody_starves_while_others_keep_posting(sizes, seed):
        st.sampled_from([1, 2, 4]), st.integers(0, 2**30))  # fmt: skip
 def test_the_mix_follows_the_weights_while_all_have_enough(weights, largest, seed):
     rng = random.Random(seed)
-    queues = Queues(*(Lane(env, [], weight=weight) for env, weight in enumerate(weights)))
+    queues = Queues(*(EnvQueue(env, [], weight=weight) for env, weight in enumerate(weights)))
     for env in range(len(weights)):  # one after the other: the order of arrival must not matter
         for _ in range(300):
             queues.post(env, rng.choice([size for size in (1, 2, 4) if size <= largest]))
@@ -161,14 +168,14 @@ def test_the_mix_follows_the_weights_while_all_have_enough(weights, largest, see
         _, taken = queues.next(8)
         for env, group in taken:
             of_env[env] += group.size
-    assert all(queues.groups.values()), "no lane may run dry here"
+    assert all(queues.groups.values()), "no env_queue may run dry here"
     for env, weight in enumerate(weights):
         assert of_env[env] / of_env.total() == pytest.approx(weight / sum(weights), abs=0.05)
 
 
 @pytest.mark.parametrize("was_known", [False, True], ids=["new", "known"])
 def test_a_lane_that_was_empty_gains_no_credit(was_known):
-    queues = Queues(Lane(0, [], weight=1.0), Lane(1, [], weight=3.0), Lane(2, [], weight=2.0))
+    queues = Queues(EnvQueue(0, [], weight=1.0), EnvQueue(1, [], weight=3.0), EnvQueue(2, [], weight=2.0))
     if was_known:
         queues.post(2, 1, 8)
     for env in (0, 1):
@@ -181,19 +188,19 @@ def test_a_lane_that_was_empty_gains_no_credit(was_known):
 
 def test_a_lane_that_leaves_the_list_and_comes_back_has_no_claim_either():
     """The store forgets the tag of who neither waits nor is connected: 0 is where the busy ones are."""
-    queues = Queues(Lane(0, [], weight=1.0), Lane(1, [], weight=3.0))
+    queues = Queues(EnvQueue(0, [], weight=1.0), EnvQueue(1, [], weight=3.0))
     for env in (0, 1):
         queues.post(env, 1, 1500)
     queues.share(0, 8, 100)
-    assert max(lane.tag for lane in queues.lanes.values()) < 10
-    queues.lanes[2] = Lane(2, [], weight=4.0)
+    assert max(env_queue.tag for env_queue in queues.env_queues.values()) < 10
+    queues.env_queues[2] = EnvQueue(2, [], weight=4.0)
     queues.groups[2] = []
     queues.post(2, 1, 1000)
     assert queues.share(2, 8, 8) == pytest.approx(0.5, abs=0.1)
 
 
 def test_weight_zero_is_served_when_alone_and_hardly_else():
-    queues = Queues(Lane(0, [], weight=0.0), Lane(1, [], weight=1.0))
+    queues = Queues(EnvQueue(0, [], weight=0.0), EnvQueue(1, [], weight=1.0))
     queues.post(0, 2, 100)
     assert queues.share(0, 8, 5) == 1.0
     queues.post(1, 2, 400)
@@ -203,7 +210,7 @@ def test_weight_zero_is_served_when_alone_and_hardly_else():
 
 
 def test_equal_weights_leave_the_order_of_arrival():
-    queues = Queues(Lane(0, [], weight=2.0), Lane(1, [], weight=2.0))
+    queues = Queues(EnvQueue(0, [], weight=2.0), EnvQueue(1, [], weight=2.0))
     queues.post(0, 2, 6)
     queues.post(1, 2, 6)
     assert [queues.next(8)[0].ids for _ in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
@@ -214,7 +221,7 @@ def test_equal_weights_leave_the_order_of_arrival():
 
 def test_a_minimum_is_waited_for_and_kept():
     """The examples that Atropos' own server answers: batch of 8, A (at least half, groups of 2), B (groups of 4)."""
-    queues = Queues(Lane(0, [], name="A", minimum=0.5, group_size=2), Lane(1, [], name="B", group_size=4))
+    queues = Queues(EnvQueue(0, [], name="A", minimum=0.5, group_size=2), EnvQueue(1, [], name="B", group_size=4))
     queues.post(1, 4, 3)
     made, _ = queues.next(8)
     assert made.ids is None
@@ -226,7 +233,7 @@ def test_a_minimum_is_waited_for_and_kept():
 
 
 def test_minimums_that_promise_more_than_all_are_shared_out():
-    queues = Queues(*(Lane(env, [], name=str(env), minimum=0.75, group_size=2) for env in (0, 1)))
+    queues = Queues(*(EnvQueue(env, [], name=str(env), minimum=0.75, group_size=2) for env in (0, 1)))
     queues.post(0, 2, 8)
     queues.post(1, 2, 8)
     _, taken = queues.next(8)
@@ -234,13 +241,13 @@ def test_minimums_that_promise_more_than_all_are_shared_out():
 
 
 def test_a_minimum_of_less_than_one_sequence_is_not_waited_for():
-    queues = Queues(Lane(0, [], name="A", minimum=0.1, group_size=2), Lane(1, [], name="B"))
+    queues = Queues(EnvQueue(0, [], name="A", minimum=0.1, group_size=2), EnvQueue(1, [], name="B"))
     queues.post(1, 4, 2)
     assert queues.next(8)[0].ids == [0, 1]
 
 
 def test_a_minimum_of_who_is_gone_is_waived_with_the_reason():
-    queues = Queues(Lane(0, [], name="A", minimum=0.5, is_alive=False), Lane(1, [], name="B"))
+    queues = Queues(EnvQueue(0, [], name="A", minimum=0.5, is_alive=False), EnvQueue(1, [], name="B"))
     queues.post(1, 4, 2)
     made, _ = queues.next(8)
     assert (made.ids, dict(made.waived)) == ([0, 1], {"A": "the environment has not been heard of for a while"})
@@ -248,7 +255,7 @@ def test_a_minimum_of_who_is_gone_is_waived_with_the_reason():
 
 def test_a_minimum_that_whole_groups_cannot_reach_is_met_as_far_as_they_go():
     """Three quarters of 8 with groups of 5: one fits, a second never does."""
-    queues = Queues(Lane(0, [], name="A", minimum=0.75, group_size=5), Lane(1, [], name="B"))
+    queues = Queues(EnvQueue(0, [], name="A", minimum=0.75, group_size=5), EnvQueue(1, [], name="B"))
     queues.post(0, 5, 9)
     queues.post(1, 1, 9)
     made, taken = queues.next(8)
@@ -257,7 +264,7 @@ def test_a_minimum_that_whole_groups_cannot_reach_is_met_as_far_as_they_go():
 
 
 def test_an_odd_group_in_front_does_not_cost_the_minimum():
-    queues = Queues(Lane(0, [], name="A", minimum=0.5, group_size=4), Lane(1, [], name="B", group_size=4))
+    queues = Queues(EnvQueue(0, [], name="A", minimum=0.5, group_size=4), EnvQueue(1, [], name="B", group_size=4))
     queues.post(0, 3)
     queues.post(1, 4, 9)
     queues.post(0, 4, 9)
@@ -267,7 +274,7 @@ def test_an_odd_group_in_front_does_not_cost_the_minimum():
 
 
 def test_who_rounds_up_to_the_whole_batch_takes_turns_with_the_others():
-    queues = Queues(*(Lane(env, [], name=str(env), minimum=0.5, group_size=8 - 4 * env) for env in (0, 1)))
+    queues = Queues(*(EnvQueue(env, [], name=str(env), minimum=0.5, group_size=8 - 4 * env) for env in (0, 1)))
     for _ in range(20):
         queues.post(0, 8)
         queues.post(1, 4, 2)
@@ -279,7 +286,7 @@ def test_with_enough_of_everything_there_is_always_a_batch(batch_size, data):
     divisors = [size for size in range(1, batch_size + 1) if batch_size % size == 0]
     queues = Queues(
         *(
-            Lane(
+            EnvQueue(
                 env,
                 [],
                 name=str(env),
@@ -291,7 +298,7 @@ def test_with_enough_of_everything_there_is_always_a_batch(batch_size, data):
             for env in range(data.draw(st.integers(1, 4)))
         )
     )
-    for env in queues.lanes:
+    for env in queues.env_queues:
         sizes = data.draw(st.lists(st.sampled_from(divisors), min_size=1, max_size=3))
         while sum(group.size for group in queues.groups[env]) < HOARD_BATCHES * batch_size:
             queues.post(env, data.draw(st.sampled_from(sizes)))
@@ -304,7 +311,7 @@ def test_with_enough_of_everything_there_is_always_a_batch(batch_size, data):
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), min_size=1, max_size=40), st.integers(1, 9))
 def test_what_can_never_be_used_does_not_fill_the_queue(posts, batch_size):
     """However groups of all sizes come, those that wait stay within a few batches' worth of each size's company."""
-    queues = Queues(*(Lane(env, []) for env in range(3)))
+    queues = Queues(*(EnvQueue(env, []) for env in range(3)))
     for _ in range(30):
         for env, size in posts:
             if size <= batch_size:
@@ -322,12 +329,12 @@ def test_what_can_never_be_used_does_not_fill_the_queue(posts, batch_size):
 
 def test_the_cost_does_not_depend_on_how_much_waits():
     def seconds(depth: int) -> float:
-        lanes = [Lane(env, [Waiting(env + 4 * i, 8) for i in range(8)], sizes={8: depth}, weight=1.0 + env)
+        env_queues = [EnvQueue(env, [Waiting(env + 4 * i, 8) for i in range(8)], sizes={8: depth}, weight=1.0 + env)
                  for env in range(4)]  # fmt: skip
         best = 1.0
         for _ in range(5):
             began = time.perf_counter()
-            assert plan(lanes, 64).ids is not None
+            assert plan(env_queues, 64).ids is not None
             best = min(best, time.perf_counter() - began)
         return best
 
@@ -339,16 +346,16 @@ def test_the_cost_does_not_depend_on_how_much_waits():
 @pytest.mark.parametrize("batch_size", [64, 512])
 def test_two_hundred_environments_are_planned_in_time(batch_size, sizes):
     rng = random.Random(1)
-    queues = Queues(*(Lane(env, [], name=str(env), weight=1.0 + env % 5, minimum=0.001 * (env % 5), group_size=8)
+    queues = Queues(*(EnvQueue(env, [], name=str(env), weight=1.0 + env % 5, minimum=0.001 * (env % 5), group_size=8)
                       for env in range(200)))  # fmt: skip
     for _ in range(batch_size // min(sizes)):
         for env in range(200):
             queues.post(env, rng.choice(sizes))
-    lanes = queues.view(batch_size)
+    env_queues = queues.view(batch_size)
     seconds = []
     for _ in range(3):
         began = time.thread_time()
-        made = plan(lanes, batch_size)
+        made = plan(env_queues, batch_size)
         seconds.append(time.thread_time() - began)
     assert made.ids is not None
     assert min(seconds) < 0.1, seconds  # 0.03 to 0.05 on slow processors

@@ -22,8 +22,8 @@ from treadle.envs import Environment, Item
 from treadle.envs.base import load_environment
 from treadle.envs.rewards import LengthReward, registry
 from treadle.errors import ConfigError
-from treadle.launch.inputs import Inputs
 from treadle.launch.job import RunSession
+from treadle.launch.notebook_inputs import NotebookInputs
 
 ROWS = [{"prompt": f"What is {a} + 1?", "answer": a + 1, "level": a % 3} for a in range(20)]
 BONUS = 0.5
@@ -117,7 +117,7 @@ def test_a_copied_class_may_name_itself_in_super(tmp_path: Path) -> None:
 
         eval_items = train_items
 
-    copied = Inputs(tmp_path / "inputs").add_environment(Selfish)
+    copied = NotebookInputs(tmp_path / "inputs").add_environment(Selfish)
     made = load_environment(EnvConfig(name=copied))
     assert (type(made).__name__, len(made.train_items())) == ("Selfish", 1)
 

@@ -18,7 +18,7 @@ from treadle import envs
 from treadle.cli import _HANDLERS, VERBS, main
 from treadle.config import EnvConfig
 from treadle.envs import base as env_base
-from treadle.guides import GUIDES
+from treadle.help_texts import GUIDES
 
 
 def treadle(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -188,7 +188,8 @@ def test_chat_without_a_run_says_what_to_do(tmp_path: Path) -> None:
 def test_the_light_half_imports_no_torch():
     """Checked in a process of its own: other tests here import it."""
     code = (
-        "import sys, treadle.launch.job, treadle.launch.chat, treadle.hub.process, treadle.envs.process, treadle.track;"
+        "import sys, treadle.launch.job, treadle.launch.chat_command, treadle.hub.process, treadle.envs.main;"
+        "import treadle.track;"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from treadle.log import get_logger
-from treadle.store.browse import Browser, GroupSummary, Wanted
+from treadle.store.browse import Browser, GroupFilter, GroupSummary
 from treadle.store.records import StoredGroup
 from treadle.track.files import RolloutTokens, TokenFiles
 from treadle.wire.groups import IGNORED, NO_LOGPROB, ScoredGroup, common_prefix, fingerprint, from_stored
@@ -286,7 +286,7 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
 def search(
     browser: Browser,
     decoder: TokenDecoder,
-    wanted: Wanted,
+    wanted: GroupFilter,
     text: str,
     *,
     max_hits: int,

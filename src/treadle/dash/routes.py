@@ -24,7 +24,7 @@ from treadle.dash.status import (
     TRAINING_STEPS,
     WARNING_STEPS,
     EngineStatus,
-    Situation,
+    RunFacts,
     Standing,
     Tile,
     in_words,
@@ -44,7 +44,7 @@ from treadle.dash.web import (
     int_param,
 )
 from treadle.store import Store, groups, runs
-from treadle.store.browse import Browser, Wanted
+from treadle.store.browse import Browser, GroupFilter
 from treadle.track.catalogue import METRICS
 
 Page = tuple[str, Handler]  # (path, handler of GET)
@@ -188,7 +188,7 @@ class Routes:
         results = [result_in_words(held_out)]
         results += [f"{name}: {result_in_words(found)}" for name, found in by_env.items() if found]
         is_any_running = any(view.state == "running" and view.name != "hub" for view in processes)
-        situation = Situation(
+        situation = RunFacts(
             explanation=self._explain(),
             has_trainer=run.trainer is not None,
             step=run.current_step,
@@ -219,7 +219,7 @@ class Routes:
             "logs": own.log_names() if own is not None else [],
         }
 
-    def _tiles(self, held_out: Sequence[HeldOut], now: Situation, num_warnings: int) -> tuple[list[Tile], str]:
+    def _tiles(self, held_out: Sequence[HeldOut], now: RunFacts, num_warnings: int) -> tuple[list[Tile], str]:
         """The tiles, and a note why held-out and training accuracy differ; empty without a run folder."""
         if self._runs.own is None:
             return [], ""
@@ -299,7 +299,7 @@ class Routes:
         return as_json(await asyncio.to_thread(self._group, int(text), is_whole))
 
     def _group(self, group_id: int, is_whole: bool) -> object:
-        found = self._browser.find(Wanted(before=group_id + 1), 1)
+        found = self._browser.find(GroupFilter(before=group_id + 1), 1)
         if not found or found[0].id != group_id:
             raise PageError(404, f"there is no group {group_id}")
         stored = self._browser.contents([group_id]).get(group_id)
@@ -315,11 +315,11 @@ class Routes:
         return view_group(summary, stored, self._decoder, tokens, env=env, older=older, newer=newer)
 
 
-def _wanted(request: Request) -> Wanted:
+def _wanted(request: Request) -> GroupFilter:
     state = request.query_params.get("state") or None
     if state is not None and state not in STATES:
         raise PageError(422, f"state must be one of {', '.join(STATES)}")
-    return Wanted(
+    return GroupFilter(
         step=int_param(request, "step"),
         env_id=int_param(request, "env"),
         state=state,

@@ -31,7 +31,7 @@ class EngineStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class RunFacts:
     """Durations are seconds before now; None: it has not happened."""
 
     explanation: str  # the hub's, why there is no batch
@@ -48,7 +48,7 @@ class Situation:
     last_words: str = ""  # the error that ended the run
 
 
-def standing(now: Situation) -> Standing:
+def standing(now: RunFacts) -> Standing:
     """The state of the run as a whole; "waiting": no process has reported and no step is trained."""
     if now.is_at_work:
         return "complete" if _is_complete(now) and now.is_measured else "live"
@@ -57,7 +57,7 @@ def standing(now: Situation) -> Standing:
     return "complete" if _is_complete(now) else "stopped" if now.step > 0 else "waiting"
 
 
-def in_words(situation: Situation) -> list[str]:
+def in_words(situation: RunFacts) -> list[str]:
     stands = standing(situation)
     if stands in ("failed", "stopped"):
         planned = "" if situation.planned_steps is None else f" of {situation.planned_steps}"
@@ -75,7 +75,7 @@ def in_words(situation: Situation) -> list[str]:
     return sentences
 
 
-def _trainer(now: Situation) -> str:
+def _trainer(now: RunFacts) -> str:
     if _is_complete(now):
         return f"all {now.planned_steps} steps are trained"
     if not now.has_trainer:
@@ -87,7 +87,7 @@ def _trainer(now: Situation) -> str:
     return f"{waited}: {now.explanation}"
 
 
-def _is_complete(now: Situation) -> bool:
+def _is_complete(now: RunFacts) -> bool:
     return now.planned_steps is not None and now.step >= now.planned_steps
 
 
@@ -113,7 +113,7 @@ class Tile(msgspec.Struct, frozen=True, kw_only=True):
     is_bad: bool = False
 
 
-def tiles_of(columns: Columns, held_out: Sequence[HeldOut], now: Situation, num_warnings: int) -> list[Tile]:
+def tiles_of(columns: Columns, held_out: Sequence[HeldOut], now: RunFacts, num_warnings: int) -> list[Tile]:
     step = now.step
     reward = columns.known("reward", len(columns.steps))
     first = f"{reward[0]:.3f} at step {columns.steps[0]}" if len(reward) > 1 else ""
@@ -155,7 +155,7 @@ def _held_out_tile(held_out: Sequence[HeldOut]) -> Tile:
     )
 
 
-def _step_tile(columns: Columns, now: Situation) -> Tile:
+def _step_tile(columns: Columns, now: RunFacts) -> Tile:
     step, planned = now.step, now.planned_steps
     if planned is None:
         return Tile(name="Step", value=f"{step:,}")

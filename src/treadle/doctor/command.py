@@ -26,13 +26,13 @@ from treadle.errors import ConfigError, MissingExtra
 from treadle.formatting import Finding, problems, show_findings
 from treadle.launch.folder import is_run_live, nearest_existing, resume_advice
 from treadle.launch.machine import SHARED_MEMORY, count_cores
-from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER, server_addresses
+from treadle.launch.process_plan import CONFIG_FILE, LOG_FOLDER, server_addresses
 from treadle.launch.supervisor import tail_of
+from treadle.net.access_tokens import HUB_TOKEN_VARIABLE as HUB_TOKEN
+from treadle.net.access_tokens import MIN_TOKEN_CHARS, ClientRole, client_token
 from treadle.net.address import shown_url
 from treadle.net.connections import HttpLimits
 from treadle.net.probe import ServerProbe
-from treadle.net.tokens import HUB_TOKEN_VARIABLE as HUB_TOKEN
-from treadle.net.tokens import MIN_TOKEN_CHARS, ClientRole, client_token
 from treadle.report.history import check_is_run, reader_of
 from treadle.report.summary import load_summary
 from treadle.support import processor_flags

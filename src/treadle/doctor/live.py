@@ -11,7 +11,7 @@ from treadle.formatting import Finding, Verdict, one_line
 from treadle.launch.monitor import read_processes
 from treadle.net.probe import ProbeAnswer, ServerProbe
 from treadle.watch.describe import describe_problems
-from treadle.wire.hub import ProcessStanding
+from treadle.wire.hub import LastReport
 
 TOKEN_TIMEOUT_S = 15.0
 ONE_TOKEN = {"prompt": {"prompt_token_ids": [0]}, "max_tokens": 1, "temperature": 0.0}
@@ -34,7 +34,7 @@ def check_hub(hub: ServerProbe) -> list[Finding]:
     return [*checks, *check_processes(read_processes(processes.content))]
 
 
-def check_processes(standings: list[ProcessStanding]) -> list[Finding]:
+def check_processes(standings: list[LastReport]) -> list[Finding]:
     """Pure. For a process without a problem or a long wait the finding is its state."""
     checks = []
     for standing in standings:

@@ -109,7 +109,7 @@ class ServingStatus:
     num_waiting: int
     generated_tokens: int
     generating_s: float
-    num_moves: int  # progress counter: decode steps (transformers) or generated tokens (vLLM)
+    progress_count: int  # progress counter: decode steps (transformers) or generated tokens (vLLM)
     kv_cache_usage: float = 0.0  # share in use; 0 if unknown
     failure: str | None = None
 

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from treadle.config import DEFAULT_MODEL
-from treadle.config.advice import as_flags_of
+from treadle.config.flag_spelling import respell_flags
 from treadle.engines.model_folder import check_model_folder, missing_weights, refuse_code
 from treadle.errors import DiskFull, DownloadError, ModelError, TreadleError, as_user_error
 from treadle.sync.model_folders import find_model, is_path
@@ -100,7 +100,7 @@ def main(name: str, verb: str = "run", *typed: str) -> int:
         if known is None:
             raise
         failure = known
-    sys.stderr.write(f"treadle: {as_flags_of(verb, str(failure), typed=typed)}\n")
+    sys.stderr.write(f"treadle: {respell_flags(verb, str(failure), typed=typed)}\n")
     return failure.exit_code
 
 

@@ -82,7 +82,7 @@ class Scheduler:
             num_waiting=len(self._waiting),
             generated_tokens=self._generated_tokens,
             generating_s=self._generating_s,
-            num_moves=self._num_steps,
+            progress_count=self._num_steps,
             failure=self.failure,
         )
 

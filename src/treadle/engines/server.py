@@ -76,7 +76,7 @@ class EngineWatcher:
             if state.is_held
             else None,
         )
-        moved = before is not None and before.num_moves != state.num_moves
+        moved = before is not None and before.progress_count != state.progress_count
         if moved and self._generation is not None:
             self._waits.end(self._generation, was_met=True)
             self._generation = None
@@ -96,7 +96,7 @@ class EngineWatcher:
             description = f"generating {state.num_running}, {state.num_waiting} waiting"
         else:
             description = "idle"
-        counts = {"moves": float(state.num_moves), GENERATED_TOKENS: float(state.generated_tokens)}
+        counts = {"moves": float(state.progress_count), GENERATED_TOKENS: float(state.generated_tokens)}
         return ProcessFacts(
             state=description, policy_version=state.policy_version, problem=state.failure or "", counts=counts
         )

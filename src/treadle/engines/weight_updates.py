@@ -21,7 +21,7 @@ from torch import Tensor
 from treadle.errors import EngineError, RequestError, SyncError
 from treadle.log import get_logger
 from treadle.sync.delta import DELTA_FROM, WeightUpdate, from_tensors, misfit, set_weight
-from treadle.sync.process_group import ENGINE, WeightGroup, connect_store, form_group, local_address_towards
+from treadle.sync.process_group import ENGINE, BroadcastGroup, connect_store, form_group, local_address_towards
 from treadle.wire.bridge import JoinGroup, Received
 
 REPUBLISH_FIX = "let the trainer publish again (treadle run --resume), or POST /bridge/restart"
@@ -78,7 +78,7 @@ class BroadcastReceiver:
 
     def __init__(self) -> None:
         self.name: str | None = None  # of the group; None: in none
-        self._group: WeightGroup | None = None
+        self._group: BroadcastGroup | None = None
 
     def join(self, request: JoinGroup, weights: Mapping[str, Tensor]) -> None:
         device = next(iter(weights.values())).device

@@ -43,8 +43,8 @@ __all__ = [
     "Row",
     "RowError",
     "Score",
-    "act",
     "environment",
+    "run_action",
 ]
 
 
@@ -54,18 +54,18 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'treadle.envs' has no attribute '{name}'")
 
 
-def act(action: Action, env: EnvConfig, server: ServerConfig, *, verbose: bool = False) -> int:
+def run_action(action: Action, env: EnvConfig, server: ServerConfig, *, verbose: bool = False) -> int:
     """Run `treadle env NAME ACTION` and return the exit code. SIGTERM and SIGINT end it."""
-    from treadle.envs import process
+    from treadle.envs import main
 
     if action == "validate":
         from treadle.envs.validation import validate_task
 
-        return process.run_until_signal(validate_task(env, verbose=verbose))
+        return main.run_until_signal(validate_task(env, verbose=verbose))
     if action == "process":
         from treadle.envs.group_writer import write_groups
 
-        return process.run_until_signal(write_groups(env, server))
+        return main.run_until_signal(write_groups(env, server))
     if action == "evaluate":
-        return process.run_until_signal(process.evaluate_once(env, server))
-    return process.run_until_signal(process.serve_run(env, server))
+        return main.run_until_signal(main.evaluate_once(env, server))
+    return main.run_until_signal(main.serve_run(env, server))

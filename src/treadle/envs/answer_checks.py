@@ -22,7 +22,7 @@ from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import Completion, EngineResult
 from treadle.envs.engine_pool import InferenceClient
 from treadle.envs.rollout import EnvContext, roll_one
-from treadle.envs.scoring import Judge
+from treadle.envs.scoring import ScoreRules
 from treadle.formatting import Finding, Verdict
 
 Kind = Literal["right", "empty", "constant", "another", "every", "garbage", "unicode", "very long"]
@@ -53,7 +53,7 @@ class TriedAnswer:
 class AnswerTester:
     """`await tester.try_answers(0)`: tries every kind of answer on an item, scored as in training."""
 
-    def __init__(self, environment: Environment, judge: Judge, items: Sequence[Item]) -> None:
+    def __init__(self, environment: Environment, judge: ScoreRules, items: Sequence[Item]) -> None:
         self._environment = environment
         self._judge = judge
         self._constant = Counter(map(environment.gold_completion, items)).most_common(1)[0][0]

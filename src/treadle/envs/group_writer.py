@@ -28,7 +28,7 @@ from treadle.envs.base import Item, stable_seed
 from treadle.envs.chat import RolloutSampling
 from treadle.envs.engine_pool import open_engine
 from treadle.envs.group_file import GroupFile, WrittenGroup, as_written, read_group_file
-from treadle.envs.process import load_tokenizer, open_context, prepare_environment
+from treadle.envs.main import load_tokenizer, open_context, prepare_environment
 from treadle.envs.rollout import (
     EnvContext,
     ReportProgress,

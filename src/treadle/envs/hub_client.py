@@ -14,12 +14,12 @@ import msgspec
 from treadle.envs.transport import Peer
 from treadle.errors import HubError
 from treadle.log import get_logger
+from treadle.net.access_tokens import HUB_TOKEN_VARIABLE
 from treadle.net.address import is_loopback, shown_url
 from treadle.net.client import HttpClient, RetryPolicy
-from treadle.net.tokens import HUB_TOKEN_VARIABLE
 from treadle.watch.waits import Wait, Waits, WaitSpec
 from treadle.wire.groups import BINARY_TYPE, ScoredGroup, join_groups, pack_group
-from treadle.wire.hub import BatchInfo, EnvStanding, Progress, RegisteredEnv, RegisterEnv
+from treadle.wire.hub import BatchInfo, EnvState, Progress, RegisteredEnv, RegisterEnv
 
 log = get_logger("env")
 
@@ -95,10 +95,10 @@ class HubClient(AbstractAsyncContextManager["HubClient"]):
         """Progress of the run; waits for a hub that restarts."""
         return self._peer.read(await self._peer.send("GET", "/status", retry_policy=self._never_give_up), Progress)
 
-    async def standing(self, env_id: int) -> EnvStanding:
+    async def standing(self, env_id: int) -> EnvState:
         """The data for deciding whether to sample more; the request also serves as this environment's heartbeat."""
         response = await self._peer.send("GET", f"/v1/envs/{env_id}", retry_policy=self._never_give_up)
-        standing = self._peer.read(response, EnvStanding)
+        standing = self._peer.read(response, EnvState)
         self._step = standing.step
         return standing
 

@@ -23,7 +23,7 @@ from treadle.envs.chat import Model, RolloutSampling, Transcript
 from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import EngineResult
 from treadle.envs.engine_pool import InferenceClient
-from treadle.envs.scoring import Judge, as_score
+from treadle.envs.scoring import ScoreRules, as_score
 from treadle.errors import ConfigError, EngineError, RequestError, UserError
 from treadle.wire.groups import ScoredGroup
 
@@ -56,7 +56,7 @@ class EnvContext:
     environment: Environment
     engine: InferenceClient
     tokenizer: ChatTokenizer
-    judge: Judge
+    judge: ScoreRules
 
     @property
     def config(self) -> EnvConfig:

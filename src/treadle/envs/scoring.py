@@ -37,7 +37,7 @@ def reward_pool(config: EnvConfig) -> RewardPool:
     )
 
 
-class Judge:
+class ScoreRules:
     """`await judge.scores(item, completions)`: one score for each; failures become scores without a reward."""
 
     def __init__(self, environment: Environment, scorer: Scorer) -> None:

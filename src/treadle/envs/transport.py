@@ -12,9 +12,9 @@ import msgspec
 
 from treadle.errors import ConfigError, TreadleError
 from treadle.log import get_logger
+from treadle.net.access_tokens import bearer_headers
 from treadle.net.address import is_loopback, shown_url
 from treadle.net.client import Failure, HttpAnswer, HttpClient, NoAnswer, PooledHttpClient, Retries, RetryPolicy
-from treadle.net.tokens import bearer_headers
 from treadle.watch.waits import Waits, WaitSpec
 
 log = get_logger("env")

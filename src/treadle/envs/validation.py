@@ -19,7 +19,7 @@ from treadle.envs.base import Environment, Item, load_environment, stable_shuffl
 from treadle.envs.data import DataEnvironment, question_of
 from treadle.envs.rewards.addresses import describe
 from treadle.envs.rollout import show_progress
-from treadle.envs.scoring import Judge, reward_pool
+from treadle.envs.scoring import ScoreRules, reward_pool
 from treadle.errors import TreadleError
 from treadle.formatting import Finding, problems, show_findings
 
@@ -96,7 +96,7 @@ async def _check_task(environment: Environment, max_items: int, max_seconds: flo
                 return findings
             items = stable_shuffle([*train, *held_out[:max_items]], "trials")  # both splits, also if time is short
             with _logs_muted():
-                tried, why_stopped = await _try_answers(environment, Judge(environment, pool), items, max_seconds)
+                tried, why_stopped = await _try_answers(environment, ScoreRules(environment, pool), items, max_seconds)
             num_tried = sum(answer.kind == "right" for answer in tried)
             findings.append(Finding("items tried", "ok", f"{num_tried:,} of {len(items):,}{why_stopped}"))
             return [*findings, *check_answers(environment, tried)]
@@ -168,7 +168,7 @@ def _logs_muted() -> Iterator[None]:
 
 
 async def _try_answers(
-    environment: Environment, judge: Judge, items: Sequence[Item], max_seconds: float
+    environment: Environment, judge: ScoreRules, items: Sequence[Item], max_seconds: float
 ) -> tuple[list[TriedAnswer], str]:
     """The answers that were tried, and why some items were left out ("" if none was)."""
     tester = AnswerTester(environment, judge, items)

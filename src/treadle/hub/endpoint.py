@@ -23,7 +23,7 @@ from starlette.routing import Route
 from treadle.config.schema import HubConfig
 from treadle.errors import DiskFull
 from treadle.faults import reach
-from treadle.hub.admission import ValidationRequest, inflate
+from treadle.hub.group_validation import ValidationRequest, inflate
 from treadle.hub.messages import (
     MAX_NAME_CHARS,
     Refused,
@@ -38,7 +38,7 @@ from treadle.hub.state import HubState
 from treadle.log import get_logger
 from treadle.net import access
 from treadle.net.access import Access, AccessRules, why_refused
-from treadle.net.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, Role
+from treadle.net.access_tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, Role
 from treadle.store import (
     BatchPruned,
     Format,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from treadle.net.exposition import Family, Histogram, Page
+from treadle.net.prometheus_text import Family, Histogram, Page
 from treadle.store import Batch, Figures, Tally
 
 if TYPE_CHECKING:

@@ -31,12 +31,12 @@ from treadle.hub.endpoint import (
 )
 from treadle.hub.messages import MAX_DIGITS, Refused, whole_number
 from treadle.hub.state import BatchSignal, HubState
-from treadle.net import exposition
+from treadle.net import prometheus_text
 from treadle.net.access import why_refused
 from treadle.store import Event, Store, runs
 from treadle.watch.stacks import write_stacks
 from treadle.watch.watchdog import ProcessFacts, report_of
-from treadle.wire.hub import Processes, ProcessReport, ProcessStanding, ReportTaken
+from treadle.wire.hub import LastReport, Processes, ProcessReport, ReportTaken
 
 # ---- event stream
 
@@ -174,7 +174,7 @@ class ObserverRoutes:
         async with self._scraping:  # one after the other: no page is made from older figures than the one before
             figures = await asyncio.to_thread(hub.store.figures, hub.metrics.after_event)
             page = hub.metrics.page(figures, hub.presence.idle_s, self._event_stream.num_readers)
-        return Response(page, media_type=exposition.CONTENT_TYPE)
+        return Response(page, media_type=prometheus_text.CONTENT_TYPE)
 
     async def events(self, request: Request) -> Response:
         last_id = _number(request.headers.get("last-event-id"), "header", "Last-Event-ID")
@@ -187,7 +187,7 @@ class ObserverRoutes:
         return StreamingResponse(self._event_stream.stream(last_id), headers=headers, media_type=EVENT_STREAM_TYPE)
 
     async def processes(self, _: Request) -> Response:
-        own = ProcessStanding(report=report_of("hub", "hub", ProcessFacts(), self._hub.store.waits), heard_s=0.0)
+        own = LastReport(report=report_of("hub", "hub", ProcessFacts(), self._hub.store.waits), heard_s=0.0)
         return json_answer(Processes(processes=[own, *self._hub.process_reports.standings()]))
 
     async def report(self, request: Request) -> Response:

@@ -37,7 +37,7 @@ from treadle.wire.groups import BINARY_TYPE, BinaryAnswer, BinaryBatch, LeaseAns
 from treadle.wire.hub import (
     Acknowledged,
     DeadLetters,
-    EnvStanding,
+    EnvState,
     EnvStatus,
     Explanation,
     Health,
@@ -109,7 +109,7 @@ class OwnRoutes:
             Endpoint("GET", "/v1/status", self.status, "what the hub holds", roles=OBSERVER, answer=HubStatus),
             Endpoint(
                 "GET", "/v1/envs/{env_id}", self.env, "how things stand for one environment",
-                roles=ENVIRONMENT, parameters=(ENV_ID,), answer=EnvStanding, refusals=(404,),
+                roles=ENVIRONMENT, parameters=(ENV_ID,), answer=EnvState, refusals=(404,),
             ),
             Endpoint(
                 "POST", "/v1/reset", self.reset, "forget everything: from this machine, or with the admin token",
@@ -263,7 +263,7 @@ class OwnRoutes:
         run = hub.store.read(runs.read_run)
         present = [env for env in envs if env is asking or (env.connected and hub.presence.is_alive(env.env_id))]
         return json_answer(
-            EnvStanding(
+            EnvState(
                 step=run.current_step,
                 num_steps=run.trainer.num_steps if run.trainer else 0,
                 batch_size=max(0, run.trainer.batch_size) if run.trainer else 0,

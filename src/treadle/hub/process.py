@@ -42,7 +42,7 @@ from treadle.hub.observer_routes import EventStream, ObserverRoutes
 from treadle.hub.own_routes import OwnRoutes
 from treadle.hub.state import HubState, explain
 from treadle.log import get_logger
-from treadle.net.access import Access, Guard
+from treadle.net.access import Access, AccessMiddleware
 from treadle.net.address import take_port
 from treadle.net.connections import HttpLimits
 from treadle.net.server import serve_until_stopped
@@ -204,7 +204,9 @@ OnLoop = Callable[[asyncio.AbstractEventLoop], None]
 Page = tuple[str, Handler]  # (path, what answers GET): served beside the interface, and no part of its description
 
 
-def app_of(hub: HubState, access: Access, pages: Sequence[Page] = (), on_loop: OnLoop = lambda _: None) -> Guard:
+def app_of(
+    hub: HubState, access: Access, pages: Sequence[Page] = (), on_loop: OnLoop = lambda _: None
+) -> AccessMiddleware:
     """`on_loop` is called with the event loop, once it runs."""
     event_stream = EventStream(hub.store, hub.batch_signal)
     hub.metrics.after_event = hub.store.read(runs.event_ends)[1]
@@ -239,7 +241,7 @@ def app_of(hub: HubState, access: Access, pages: Sequence[Page] = (), on_loop: O
         exception_handlers={HTTPException: no_route},
         lifespan=at_work,
     )
-    return Guard(app, access)
+    return AccessMiddleware(app, access)
 
 
 # ---- process

@@ -23,7 +23,7 @@ from treadle.log import get_logger
 from treadle.store import EnvLoad, EnvRecord, LeaseTerms, Limits, RunState, Store, batches, groups, runs
 from treadle.watch.describe import ENDED, cleaned, describe_problems, describe_wait, describe_work
 from treadle.watch.watchdog import ProcessFacts, report_of
-from treadle.wire.hub import ProcessReport, ProcessStanding, ReportTaken
+from treadle.wire.hub import LastReport, ProcessReport, ReportTaken
 
 Clock = Callable[[], float]
 GONE_AFTER_S = 10.0  # environments call several times a second; one silent for this long is taken to be gone
@@ -72,12 +72,11 @@ class ProcessReports:
             return ReportTaken(dump=why)
         return ReportTaken()
 
-    def standings(self) -> list[ProcessStanding]:
+    def standings(self) -> list[LastReport]:
         self._forget_old()
         now_s = self._clock()
         return [
-            ProcessStanding(report=report, heard_s=round(now_s - heard_s, 1))
-            for report, heard_s in self._reports.values()
+            LastReport(report=report, heard_s=round(now_s - heard_s, 1)) for report, heard_s in self._reports.values()
         ]
 
     def clear(self) -> None:
@@ -306,7 +305,7 @@ def explain(hub: HubState) -> str:
     """All that is known: why there is no batch, and what the processes that should make one wait for."""
     # The trainer's own wait is this very question.
     others = [standing for standing in hub.process_reports.standings() if standing.report.kind != "trainer"]
-    own = ProcessStanding(report=report_of("hub", "hub", ProcessFacts(), hub.store.waits), heard_s=0.0)
+    own = LastReport(report=report_of("hub", "hub", ProcessFacts(), hub.store.waits), heard_s=0.0)
     return "; ".join(
         [why_no_batch(hub), *(line for standing in [own, *others] for line in describe_problems(standing))]
     )

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from treadle.background import awake_s
-from treadle.hub.admission import Admitted, ValidationRequest, admit
+from treadle.hub.group_validation import Admitted, ValidationRequest, admit
 from treadle.hub.messages import Refused
 from treadle.log import get_logger
 from treadle.net.workers import WorkerPool, WorkerProcess, frame, read_frame

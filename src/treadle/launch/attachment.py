@@ -23,10 +23,10 @@ from treadle.config.load import value_of, with_values
 from treadle.config.schema import RunConfig
 from treadle.config.train import FLOAT32_LR
 from treadle.errors import ConfigError
-from treadle.launch.plan import RunTokens
+from treadle.launch.process_plan import AccessTokens
+from treadle.net.access_tokens import HUB_TOKEN_VARIABLE, role_token
 from treadle.net.address import is_loopback_host, shown_url, without_token
 from treadle.net.probe import ProbeAnswer, ServerProbe
-from treadle.net.tokens import HUB_TOKEN_VARIABLE, role_token
 from treadle.sync.model_folders import LiveFolder, is_same_model
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
 from treadle.wire.bridge import BridgeInfo
@@ -142,7 +142,7 @@ class AttachedRun:
 
 
 def attach(
-    config: RunConfig, explicit: frozenset[str], tokens: RunTokens, say: Say, last_step: int | None = None
+    config: RunConfig, explicit: frozenset[str], tokens: AccessTokens, say: Say, last_step: int | None = None
 ) -> AttachedRun:
     """Wait for the attached servers, and compare them with the run; `last_step` None: a new run."""
     was_begun = False

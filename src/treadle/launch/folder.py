@@ -27,7 +27,7 @@ from treadle.config.schema import RunConfig
 from treadle.errors import ConfigError, DiskFull, ModelError
 from treadle.formatting import counted, gigabytes, near, program
 from treadle.launch.machine import SHARED_MEMORY
-from treadle.launch.plan import CONFIG_FILE
+from treadle.launch.process_plan import CONFIG_FILE
 from treadle.report.history import flatten
 from treadle.report.summary import VERSIONS_FILE, find_result
 

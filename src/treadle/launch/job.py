@@ -35,16 +35,16 @@ from treadle.launch.attachment import (
 from treadle.launch.folder import save_versions
 from treadle.launch.machine import Listeners, held_ports, port_of, read_machine_facts
 from treadle.launch.monitor import MemorySampler, RunMonitor
-from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER, RunPlan, RunTokens, build_plan, server_addresses
 from treadle.launch.preflight import (
     check_one_trainer,
     checked_resume,
     checked_start,
     prepare_model,
     read_tokens,
+    resolve_paths,
     run_label,
-    settle_paths,
 )
+from treadle.launch.process_plan import CONFIG_FILE, LOG_FOLDER, AccessTokens, RunPlan, build_plan, server_addresses
 from treadle.launch.supervisor import KILLED, Stopped, StopRequest, Supervisor
 from treadle.launch.view import RunPage, Screen, ViewState, choose_view, current_phase
 from treadle.net.address import shown_url, without_token
@@ -112,7 +112,7 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open
         _check_same_queue(config, folder)
         config.check_together()
         check_one_trainer(config)
-        config = settle_paths(config)
+        config = resolve_paths(config)
         run_folders.check_disk_space(folder)
         summary = load_summary(folder)
         if summary is not None and summary.steps_taken > config.steps:
@@ -159,7 +159,7 @@ def _planner(
     model_folder: str,
     explicit: frozenset[str],
     given: frozenset[str],
-    tokens: RunTokens,
+    tokens: AccessTokens,
     listeners: Listeners,
 ) -> Callable[[Path], RunPlan]:
     """A function that plans the run in a folder; `given`: keys of this command line."""

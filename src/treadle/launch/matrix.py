@@ -52,8 +52,8 @@ from treadle.launch.matrix_table import (
     text_of,
     verdict,
 )
-from treadle.launch.plan import CONFIG_FILE
-from treadle.launch.preflight import check_one_model, run_label, settle_environments, settle_paths
+from treadle.launch.preflight import check_one_model, resolve_paths, run_label, settle_environments
+from treadle.launch.process_plan import CONFIG_FILE
 from treadle.report.page import PAGE_FILE, render_report
 from treadle.report.summary import load_summary, read_record
 from treadle.support import MATRIX_MODES as MODES
@@ -171,7 +171,7 @@ def refusal(config: RunConfig, mode: str) -> ConfigError | None:
 
 def with_settled_paths(config: RunConfig) -> RunConfig:
     """The given settings with absolute paths, so that a matrix can be resumed from another folder."""
-    settled, values = settle_paths(config), config.model_dump(exclude_unset=True)
+    settled, values = resolve_paths(config), config.model_dump(exclude_unset=True)
     for key in explicit_keys(config):
         set_value(values, key, value_of(settled, key))
     return parse(RunConfig, values, source="the command line")

@@ -20,14 +20,14 @@ import msgspec
 import psutil  # type: ignore[import-untyped]
 
 from treadle.background import awake_s
-from treadle.config.advice import as_flags_of
+from treadle.config.flag_spelling import respell_flags
 from treadle.config.schema import SECTIONS_OF_PROCESS
 from treadle.errors import RunStalled
 from treadle.net.address import shown_url
 from treadle.net.probe import get
 from treadle.watch.describe import SHOWN_AFTER_S, SILENT_AFTER_S, describe_now, describe_problems, describe_wait
 from treadle.watch.stacks import SIGNAL
-from treadle.wire.hub import GENERATED_TOKENS, Processes, ProcessStanding
+from treadle.wire.hub import GENERATED_TOKENS, LastReport, Processes
 
 POLL_EVERY_S = 1.0
 RATE_WINDOW_S = 15.0  # window of the token rate; long, because an engine counts tokens only when a completion ends
@@ -53,7 +53,7 @@ class RunStatus:
     notes: tuple[str, ...] = ()
     alarms: tuple[str, ...] = ()
     findings: tuple[str, ...] = ()
-    standings: tuple[ProcessStanding, ...] = ()
+    standings: tuple[LastReport, ...] = ()
     generated_tok_s: float | None = None
 
 
@@ -140,7 +140,7 @@ class RunMonitor:
         ]
         self._check_progress((progress, *counts) if is_comparable else object(), standings)
 
-    def _check_process(self, standing: ProcessStanding) -> None:
+    def _check_process(self, standing: LastReport) -> None:
         report = standing.report
         for wait in report.waits:
             if wait.is_late and standing.heard_s <= SILENT_AFTER_S:
@@ -183,7 +183,7 @@ class RunMonitor:
             alarms = (*self.status.alarms, f"{line}; {fix}" if fix else line)[-MAX_ALARMS:]
             self.status = replace(self.status, alarms=alarms)
 
-    def _check_progress(self, progress: Hashable, standings: list[ProcessStanding]) -> None:
+    def _check_progress(self, progress: Hashable, standings: list[LastReport]) -> None:
         if progress != self._progress:
             self._progress, self._moved_s = progress, self._clock()
         stalled_s = self._clock() - self._moved_s
@@ -215,7 +215,7 @@ def _ask_for_stacks(pid: int) -> None:
         os.kill(pid, SIGNAL)
 
 
-def read_processes(body: bytes) -> list[ProcessStanding]:
+def read_processes(body: bytes) -> list[LastReport]:
     """[] if the answer is not a list of processes: the hub may require a token that the caller does not have."""
     try:
         return msgspec.json.decode(body, type=Processes).processes
@@ -223,12 +223,12 @@ def read_processes(body: bytes) -> list[ProcessStanding]:
         return []
 
 
-def _in_flags_of_run(standing: ProcessStanding) -> ProcessStanding:
+def _in_flags_of_run(standing: LastReport) -> LastReport:
     """Replace flags of the process in fixes by those of `treadle run`, which the user gave."""
     report = standing.report
     section = SECTIONS_OF_PROCESS.get(report.kind, ("",))[0]
-    waits = [msgspec.structs.replace(wait, fix=as_flags_of("run", wait.fix, section)) for wait in report.waits]
-    own = msgspec.structs.replace(report, fix=as_flags_of("run", report.fix, section), waits=waits)
+    waits = [msgspec.structs.replace(wait, fix=respell_flags("run", wait.fix, section)) for wait in report.waits]
+    own = msgspec.structs.replace(report, fix=respell_flags("run", report.fix, section), waits=waits)
     return msgspec.structs.replace(standing, report=own)
 
 

@@ -28,9 +28,9 @@ from treadle.errors import ConfigError, ModelError, Problems
 from treadle.launch.attachment import merge_addresses
 from treadle.launch.folder import check_disk_space
 from treadle.launch.machine import Listeners, held_ports
-from treadle.launch.plan import RunTokens, server_addresses
+from treadle.launch.process_plan import AccessTokens, server_addresses
+from treadle.net.access_tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, read_secret
 from treadle.net.address import shown_url
-from treadle.net.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, read_secret
 from treadle.store.file import real_path, refuse_locked
 from treadle.sync.model_folders import find_model
 from treadle.train.requirements import check_trainer
@@ -61,7 +61,7 @@ def checked_start(config: RunConfig, explicit: frozenset[str], say: Say) -> Iter
     with problems.collected():
         choose_steps(config, explicit)
     with problems.collected():
-        config = settle_paths(config)
+        config = resolve_paths(config)
     with problems.collected():
         _check_engine(config)
     with problems.collected():
@@ -120,7 +120,7 @@ def _check_engine(config: RunConfig) -> None:
         find_vllm(config.engine.vllm_python)
 
 
-def settle_environment(config: EnvConfig) -> EnvConfig:
+def resolve_environment(config: EnvConfig) -> EnvConfig:
     """Refuse an environment, task or data that does not exist; choose the pace of the run."""
     environment = load_environment(config)
     if environment.waits_for_agents:
@@ -145,11 +145,11 @@ def settle_environments(config: RunConfig, problems: Problems) -> RunConfig:
     settled = list(config.environments)
     for place, env in enumerate(settled):
         with problems.collected():
-            settled[place] = settle_environment(env.model_copy(update={"pace": "stream"}) if config.envs else env)
+            settled[place] = resolve_environment(env.model_copy(update={"pace": "stream"}) if config.envs else env)
     return with_environments(config, settled)
 
 
-def settle_paths(config: RunConfig) -> RunConfig:
+def resolve_paths(config: RunConfig) -> RunConfig:
     """Make the paths of files and folders absolute: a run can be resumed from another folder."""
     real_path(config.hub.database)  # refuses names such as :memory:
     config = with_absolute_paths(config)
@@ -207,7 +207,7 @@ def run_label(config: RunConfig) -> str:
     return "-".join(part for part in (config.env.own_name, config.env.task) if part).replace("/", "-")
 
 
-def read_tokens(config: RunConfig) -> RunTokens:
+def read_tokens(config: RunConfig) -> AccessTokens:
     """The tokens of hub and engine for the processes that call them. Missing token files are created."""
     hub, engine, env = config.hub, config.engine, os.environ
     for kind, url in config.attached_urls.items():
@@ -217,7 +217,7 @@ def read_tokens(config: RunConfig) -> RunTokens:
                 f"there is no token file {file}, and the {kind} at {shown_url(url)} runs already",
                 fix=f"name the file that it was started with: --{kind}.token-file FILE",
             )
-    return RunTokens(
+    return AccessTokens(
         hub=read_secret("hub", hub.token_file, "--hub.token-file", env, HUB_TOKEN_VARIABLE),
         hub_admin=read_secret("hub", hub.admin_token_file, "--hub.admin-token-file", env, HUB_ADMIN_TOKEN_VARIABLE),
         engine=read_secret("engine", engine.token_file, "--engine.token-file", env, ENGINE_TOKEN_VARIABLE),

@@ -22,7 +22,7 @@ from types import FrameType, MappingProxyType
 from treadle.background import awake_s
 from treadle.errors import ProcessDied, TreadleError, UserError
 from treadle.launch.machine import Listeners
-from treadle.launch.plan import ProcessSpec
+from treadle.launch.process_plan import ProcessSpec
 from treadle.net.address import HANDED_FD
 from treadle.net.probe import answers_ok
 

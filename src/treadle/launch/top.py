@@ -20,12 +20,12 @@ from treadle.config.schema import RunConfig
 from treadle.errors import ConfigError
 from treadle.launch import folder as run_folders
 from treadle.launch.monitor import RunMonitor
-from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER
+from treadle.launch.process_plan import CONFIG_FILE, LOG_FOLDER
 from treadle.launch.view import View, ViewState, choose_view, current_phase, draw
 from treadle.log import get_logger
+from treadle.net.access_tokens import HUB_TOKEN_VARIABLE, client_token
 from treadle.net.address import shown_url, without_token
 from treadle.net.probe import get_json
-from treadle.net.tokens import HUB_TOKEN_VARIABLE, client_token
 from treadle.report.history import HistoryReader, check_is_run, reader_of
 from treadle.report.summary import Summary, load_summary, result_in_words
 

@@ -24,7 +24,7 @@ from treadle.launch.monitor import RunStatus
 from treadle.log import get_logger
 from treadle.report.history import GENERATION_S, SECONDS_PER_STEP, TOKENS_PER_SECOND, Evaluation, History
 from treadle.watch.describe import SILENT_AFTER_S, describe_work, is_long, shortened, wait_to_show
-from treadle.wire.hub import ProcessStanding
+from treadle.wire.hub import LastReport
 
 log = get_logger("launch")
 
@@ -314,7 +314,7 @@ def _work(status: RunStatus) -> list[RenderableType]:
     return rows
 
 
-def _processes(standings: tuple[ProcessStanding, ...]) -> RenderableType:
+def _processes(standings: tuple[LastReport, ...]) -> RenderableType:
     table = Table.grid(padding=(0, 2), expand=True)
     for justify in ("left", "right", "right", "right"):
         table.add_column(justify=justify, no_wrap=True, style="dim")
@@ -331,7 +331,7 @@ def _processes(standings: tuple[ProcessStanding, ...]) -> RenderableType:
     return table
 
 
-def _doing(standing: ProcessStanding) -> Text:
+def _doing(standing: LastReport) -> Text:
     report = standing.report
     if standing.heard_s > SILENT_AFTER_S:
         return Text(f"no report for {standing.heard_s:.0f} s", style="red")

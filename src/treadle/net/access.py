@@ -1,7 +1,7 @@
 """Decide who may call a process over HTTP: tokens and their roles, the names of this machine, no web pages.
 
 access = Access.of(AccessRules(process="hub", host="127.0.0.1", token_variable="TREADLE_HUB_TOKEN"), os.environ)
-app = Guard(app, access)
+app = AccessMiddleware(app, access)
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treadle.errors import ConfigError
+from treadle.net.access_tokens import CLIENT_ROLES, Role, read_secret, role_token
 from treadle.net.address import Address, is_loopback_address, is_loopback_host, parse_address, plain_address
-from treadle.net.tokens import CLIENT_ROLES, Role, read_secret, role_token
 
 NAME_LOOKUP_S = 0.3  # a name server that does not answer must not hold up the start
 CLIENTS: frozenset[Role] = frozenset(CLIENT_ROLES)
@@ -127,7 +127,7 @@ class Access:
         return self.further.get(digest, frozenset())  # a digest that was looked up tells nothing about the token
 
 
-class Guard:
+class AccessMiddleware:
     """Lets requests through to `app` that may be made, with a `Caller` in their scope; answers the others itself."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:

@@ -30,7 +30,7 @@ FRAMING_FACTOR = 8  # the smallest chunk, "1\r\nx\r\n", is five bytes of framing
 log = get_logger("http")
 
 
-class Arriving(Enum):
+class RequestPart(Enum):
     """What the next byte of a connection would be part of."""
 
     NOTHING = auto()  # the start of a next request
@@ -63,7 +63,7 @@ class LimitedHttp(HttpToolsProtocol):
         self._all = connections
         self._limits = connections.limits
         self._now: Callable[[], float] = awake_s
-        self._arriving = Arriving.NOTHING
+        self._arriving = RequestPart.NOTHING
         self._head_bytes = 0  # of the request that arrives now: what the parser has handed over
         self._pending_bytes = 0  # and what came since its head began, finished or not
         self._body_bytes = 0
@@ -124,14 +124,14 @@ class LimitedHttp(HttpToolsProtocol):
         except HttpRefusal as refusal:
             self._refuse(refusal)
 
-    def _check_unfinished(self, was_arriving: Arriving, num_bytes: int, body_bytes_before: int) -> None:
+    def _check_unfinished(self, was_arriving: RequestPart, num_bytes: int, body_bytes_before: int) -> None:
         """The parser keeps what is not finished; a header or trailer without end would fill the memory."""
         if self._arriving is not was_arriving or self._has_begun_another:
             return  # how the bytes divide is not known; the next read tells
-        if self._arriving is Arriving.HEAD:
+        if self._arriving is RequestPart.HEAD:
             self._pending_bytes += num_bytes
             self._check_head_size(self._pending_bytes)
-        elif self._arriving is Arriving.BODY:
+        elif self._arriving is RequestPart.BODY:
             self._framing_bytes += num_bytes - (self._body_bytes - body_bytes_before)
             if self._framing_bytes > self._limits.max_head_bytes + FRAMING_FACTOR * self._body_bytes:
                 raise HttpRefusal(
@@ -143,7 +143,7 @@ class LimitedHttp(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._has_begun_another = True
-        self._arriving = Arriving.HEAD
+        self._arriving = RequestPart.HEAD
         self._deadline = self._now() + self._limits.read_timeout_s
         self._head_bytes = self._pending_bytes = self._body_bytes = self._framing_bytes = 0
 
@@ -156,14 +156,14 @@ class LimitedHttp(HttpToolsProtocol):
         self._check_head_size(self._head_bytes)
         if len(self.headers) >= self._limits.max_headers:
             raise HttpRefusal(431, f"the request has more than {self._limits.max_headers} headers")
-        if self._arriving is Arriving.HEAD:  # trailers are dropped: they come when the headers were checked already
+        if self._arriving is RequestPart.HEAD:  # trailers are dropped: they come when the headers were checked already
             super().on_header(name, value.strip())
 
     def on_headers_complete(self) -> None:
         self._check_head()
-        self._arriving = Arriving.BODY
+        self._arriving = RequestPart.BODY
         super().on_headers_complete()
-        outlet = _Outlet(self)
+        outlet = _ResponseWriter(self)
         self.cycle.transport = cast(asyncio.Transport, outlet)
         cast(dict[str, Any], self.scope).update({FLUSHED: partial(self._flushed, self.cycle, outlet), HELD_BYTES: 0})
         self._body_began = self._now()
@@ -188,7 +188,7 @@ class LimitedHttp(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._arriving = Arriving.NOTHING
+        self._arriving = RequestPart.NOTHING
         self._deadline = self._now() + self._limits.idle_s
 
     def _check_head_size(self, num_bytes: int) -> None:
@@ -243,7 +243,7 @@ class LimitedHttp(HttpToolsProtocol):
     def _release_body(self, scope: Any) -> None:
         self._all.release(scope.pop(HELD_BYTES))
 
-    async def _flushed(self, cycle: Any, outlet: _Outlet) -> bool:
+    async def _flushed(self, cycle: Any, outlet: _ResponseWriter) -> bool:
         """Whether this answer left: True once the system has all of it, False when the client went away before."""
         if not cycle.response_complete or outlet.was_closed:
             return False
@@ -265,14 +265,14 @@ class LimitedHttp(HttpToolsProtocol):
             self.server_state.total_requests += 1
             return
         super().on_response_complete()
-        wait_s = self._limits.idle_s if self._arriving is Arriving.NOTHING else self._limits.read_timeout_s
+        wait_s = self._limits.idle_s if self._arriving is RequestPart.NOTHING else self._limits.read_timeout_s
         self._deadline = self._now() + wait_s
 
     def _refuse(self, refusal: HttpRefusal) -> None:
         """Answer in place of the application, and close."""
         log.debug("refused", status=refusal.status, detail=refusal.detail)
         self._is_deaf = True
-        is_in_body = self._arriving is Arriving.BODY
+        is_in_body = self._arriving is RequestPart.BODY
         if self._is_answering() and (self.pipeline or not is_in_body):
             # Earlier requests of this connection get their answers first; this one gets none.
             if is_in_body:
@@ -302,7 +302,7 @@ class LimitedHttp(HttpToolsProtocol):
         self.is_parting = True
         self._unset_keepalive_if_required()
         self._deadline = self._now() + self._limits.linger_s
-        may_be_sending = self._is_deaf or self._arriving is not Arriving.NOTHING
+        may_be_sending = self._is_deaf or self._arriving is not RequestPart.NOTHING
         if not (may_be_sending and self._all.part(self)):
             self.transport.close()
             return
@@ -341,7 +341,7 @@ class LimitedHttp(HttpToolsProtocol):
 
         While others find no room, a large one must end within read_timeout_s.
         """
-        if self._arriving is not Arriving.BODY or self._is_deaf:
+        if self._arriving is not RequestPart.BODY or self._is_deaf:
             return
         patience_s, slowest = self._limits.read_timeout_s, self._limits.min_body_bytes_per_s
         seconds, is_large = now - self._window_began, self._body_bytes > SMALL_BODY_BYTES
@@ -357,15 +357,15 @@ class LimitedHttp(HttpToolsProtocol):
     def _time_out(self) -> None:
         if self._is_turned_away and not self.is_parting:
             self._turn_away()
-        elif self.is_parting or self._arriving is Arriving.BODY:
+        elif self.is_parting or self._arriving is RequestPart.BODY:
             self.transport.abort()
-        elif self._arriving is Arriving.HEAD:
+        elif self._arriving is RequestPart.HEAD:
             self._refuse(HttpRefusal(408, f"the headers did not arrive within {self._limits.read_timeout_s:g} s"))
         else:
             self.transport.close()
 
 
-class _Outlet:
+class _ResponseWriter:
     """The transport as one answer sees it. Head and body leave together, and closing leaves time to read them."""
 
     def __init__(self, connection: LimitedHttp) -> None:

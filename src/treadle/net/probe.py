@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from treadle.net.access_tokens import bearer_headers
 from treadle.net.address import shown_url
 from treadle.net.client import OK, BlockingHttpClient, HttpAnswer, LateAnswer, NoAnswer
-from treadle.net.tokens import bearer_headers
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from treadle.errors import RequestError
 from treadle.net.connections import Connections, HttpLimits
 from treadle.net.http_protocol import protocol_of
-from treadle.wire.counting import TooMany, check_json
+from treadle.wire.body_limits import TooMany, check_json
 
 DEFAULT_LIMITS = HttpLimits()
 

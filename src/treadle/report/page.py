@@ -24,11 +24,11 @@ from treadle.dash.charts import CHARTS, Series, charts_of, series_of
 from treadle.dash.export import export_page, group_answers
 from treadle.dash.rollouts import GroupView, TokenDecoder, view_group
 from treadle.dash.run_folder import HeldOut, MetricsFile, RunFolder
-from treadle.dash.status import TRAINING_STEPS, Situation, Tile, sampling_note, tiles_of
+from treadle.dash.status import TRAINING_STEPS, RunFacts, Tile, sampling_note, tiles_of
 from treadle.formatting import counted, duration, gigabytes, model_name, near, percent
 from treadle.report.history import Evaluation, History, check_is_run, flatten
 from treadle.report.summary import RunRecord, Summary, choose_examples, read_record
-from treadle.store.browse import Browser, Wanted
+from treadle.store.browse import Browser, GroupFilter
 from treadle.track.catalogue import METRICS
 
 PAGE_FILE = "report.html"
@@ -164,7 +164,7 @@ def _held_out(one: Evaluation) -> HeldOut:
 
 def _tiles(record: RunRecord, run: RunFolder) -> list[Tile]:
     summary, history = record.summary, record.history
-    now = Situation(
+    now = RunFacts(
         explanation="", has_trainer=True, step=history.last_step, planned_steps=summary.steps, is_at_work=False
     )
     with run.metrics.columns() as columns:
@@ -199,7 +199,7 @@ def _newest_groups(record: RunRecord, run: RunFolder) -> list[GroupView]:
     try:
         with Browser.open(queue) as browser:
             browser.learn(10 * NUM_GROUPS)  # those still queued come first
-            for summary in browser.find(Wanted(state="trained"), NUM_GROUPS):
+            for summary in browser.find(GroupFilter(state="trained"), NUM_GROUPS):
                 num_tokens += summary.num_tokens
                 stored = browser.contents([summary.id]).get(summary.id)
                 if stored is None or num_tokens > MAX_GROUP_TOKENS:

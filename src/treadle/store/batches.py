@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from treadle.faults import reach
 from treadle.store import groups, runs
-from treadle.store.records import BatchPruned, HeldByAnother, Lane, Lease, LeaseTerms, Plan, StaleToken, Waiting
+from treadle.store.records import BatchPruned, EnvQueue, HeldByAnother, Lease, LeaseTerms, Plan, StaleToken, Waiting
 from treadle.wire.hub import RegisterTrainer
 
 # A trainer that resumes goes back to its last checkpoint, or to the one before when that is damaged.
@@ -26,7 +26,7 @@ _COLUMNS = "id, step, state, group_ids, deliveries, token, holder, process, dead
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class ProcessTime:
     """Now, on the clock of this process. Deadlines on an earlier process' clock count as passed."""
 
     process: str
@@ -45,12 +45,12 @@ class _Record:
     process: str | None
     deadline_s: float | None
 
-    def is_held(self, moment: Moment) -> bool:
+    def is_held(self, moment: ProcessTime) -> bool:
         on_our_clock = self.holder is not None and self.process == moment.process
         return on_our_clock and self.deadline_s is not None and self.deadline_s > moment.now_s
 
 
-def lease(db: sqlite3.Connection, step: int, holder: str, terms: LeaseTerms, moment: Moment) -> Lease | None:
+def lease(db: sqlite3.Connection, step: int, holder: str, terms: LeaseTerms, moment: ProcessTime) -> Lease | None:
     """The recorded batch of `step`, or a new one; None when no exact batch can be formed now."""
     state = runs.read_run(db)
     if state.trainer is None:
@@ -73,7 +73,7 @@ def lease(db: sqlite3.Connection, step: int, holder: str, terms: LeaseTerms, mom
     return _lease_to(db, record, holder, terms, moment)
 
 
-def take(db: sqlite3.Connection, terms: LeaseTerms, moment: Moment) -> Lease | None:
+def take(db: sqlite3.Connection, terms: LeaseTerms, moment: ProcessTime) -> Lease | None:
     """The next batch, for a trainer that cannot acknowledge (Atropos' /batch).
 
     The hub acknowledges for it once the response has left, and returns the batch to the queue otherwise. A returned
@@ -93,7 +93,7 @@ def take(db: sqlite3.Connection, terms: LeaseTerms, moment: Moment) -> Lease | N
 
 
 def _next_to_take(
-    db: sqlite3.Connection, batch_size: int, current_step: int, terms: LeaseTerms, moment: Moment
+    db: sqlite3.Connection, batch_size: int, current_step: int, terms: LeaseTerms, moment: ProcessTime
 ) -> _Record | None:
     for earlier in _open_records(db, up_to_step=current_step):
         if not earlier.is_held(moment):
@@ -111,7 +111,7 @@ def _next_to_take(
     return _insert(db, step, chosen)
 
 
-def _lease_to(db: sqlite3.Connection, record: _Record, holder: str, terms: LeaseTerms, moment: Moment) -> Lease:
+def _lease_to(db: sqlite3.Connection, record: _Record, holder: str, terms: LeaseTerms, moment: ProcessTime) -> Lease:
     token = secrets.token_hex(16)
     runs.add_event(db, "leased", step=record.step, holder=holder, delivery=record.deliveries + 1)
     db.execute(
@@ -122,7 +122,7 @@ def _lease_to(db: sqlite3.Connection, record: _Record, holder: str, terms: Lease
     return Lease(record.step, token, record.deliveries + 1, record.group_ids)
 
 
-def renew(db: sqlite3.Connection, step: int, token: str, lease_s: float, moment: Moment) -> None:
+def renew(db: sqlite3.Connection, step: int, token: str, lease_s: float, moment: ProcessTime) -> None:
     """Extend a lease. An expired one can be renewed until another trainer leases the batch."""
     record = _held_under(db, step, token)
     reach("store:renewing")
@@ -159,7 +159,7 @@ def nack(db: sqlite3.Connection, step: int, token: str, reason: str, max_deliver
     return False
 
 
-def register_trainer(db: sqlite3.Connection, trainer: RegisterTrainer, holder: str | None, moment: Moment) -> None:
+def register_trainer(db: sqlite3.Connection, trainer: RegisterTrainer, holder: str | None, moment: ProcessTime) -> None:
     """Bring the batches in line with a trainer that registers; without a holder it is an Atropos trainer.
 
     The steps in the checkpoint that it resumes from are trained, also those that it could not acknowledge. Untrained
@@ -239,7 +239,7 @@ def _held_under(db: sqlite3.Connection, step: int, token: str) -> _Record:
     return record
 
 
-def _lanes(db: sqlite3.Connection, batch_size: int, is_alive: Callable[[int], bool]) -> list[Lane]:
+def _env_queues(db: sqlite3.Connection, batch_size: int, is_alive: Callable[[int], bool]) -> list[EnvQueue]:
     """The queue as the choice sees it: of each environment and size, as many of the oldest as a batch can use.
 
     That is enough for any exact choice, and it is a bounded number however long the queue is.
@@ -258,12 +258,12 @@ def _lanes(db: sqlite3.Connection, batch_size: int, is_alive: Callable[[int], bo
         for env_id, by_size in sizes.items()
     }
     known = {env.env_id: env for env in runs.read_envs(db)}
-    tags = {groups.env_id_of(name): tag for name, tag in db.execute("SELECT env, tag FROM lanes")}
+    tags = {groups.env_id_of(name): tag for name, tag in db.execute("SELECT env, tag FROM env_queues")}
     made = []
     for env_id in {*waiting, *(env_id for env_id, env in known.items() if env.connected)}:
         env = None if env_id is None else known.get(env_id)
         made.append(
-            Lane(
+            EnvQueue(
                 env_id=env_id,
                 waiting=sorted(waiting.get(env_id, ())),
                 sizes=sizes.get(env_id, {}),
@@ -275,12 +275,12 @@ def _lanes(db: sqlite3.Connection, batch_size: int, is_alive: Callable[[int], bo
                 group_size=env.group_size if env and env.connected else 0,
             )
         )
-    return sorted(made, key=lambda lane: -1 if lane.env_id is None else lane.env_id)
+    return sorted(made, key=lambda env_queue: -1 if env_queue.env_id is None else env_queue.env_id)
 
 
 def plan_next(db: sqlite3.Connection, batch_size: int, terms: LeaseTerms) -> Plan:
     """The next batch, or why there is none. Changes nothing."""
-    return terms.plan(_lanes(db, batch_size, terms.is_alive), batch_size)
+    return terms.plan(_env_queues(db, batch_size, terms.is_alive), batch_size)
 
 
 def _choose(db: sqlite3.Connection, step: int, batch_size: int, terms: LeaseTerms) -> list[int] | None:
@@ -294,9 +294,9 @@ def _choose(db: sqlite3.Connection, step: int, batch_size: int, terms: LeaseTerm
     if plan.misfits:
         groups.set_aside(db, json.dumps(plan.misfits), "dropped", step, "never_fits")
     if plan.ids is not None:
-        db.execute("DELETE FROM lanes")  # environments that are not written again have no debt
+        db.execute("DELETE FROM env_queues")  # environments that are not written again have no debt
         tags = [("none" if env_id is None else str(env_id), tag) for env_id, tag in plan.tags.items()]
-        db.executemany("INSERT INTO lanes VALUES (?, ?)", tags)
+        db.executemany("INSERT INTO env_queues VALUES (?, ?)", tags)
         for name, why in plan.waived.items():
             runs.add_event(db, "minimum_waived", step=step, env=name, reason=why)
     return plan.ids

@@ -57,7 +57,7 @@ _CONDITIONS = {
     "length_from": "f.longest >= ?",
     "length_to": "f.longest <= ?",
     "before": "g.id < ?",
-}  # by the field of Wanted
+}  # by the field of GroupFilter
 _FROM = "FROM hub.groups AS g LEFT JOIN facts AS f ON f.id = g.id LEFT JOIN places AS p ON p.id = g.id"
 
 
@@ -85,7 +85,7 @@ class GroupSummary(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class GroupFilter:
     """What to find; None: anything. `before` pages on: groups that arrived before this one.
 
     A group's score is the mean of its rollouts', its length that of its longest completion.
@@ -103,7 +103,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class IndexProgress:
     """How many groups there are, and how many of them have facts."""
 
     num_groups: int
@@ -117,7 +117,7 @@ class StepEvent:
 
 
 class Browser:
-    """`with Browser.open(Path("hub.sqlite")) as browser: browser.find(Wanted(step=3), limit=50)`. May be shared."""
+    """`with Browser.open(path) as browser: browser.find(GroupFilter(step=3), limit=50)`. May be shared."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
@@ -146,7 +146,7 @@ class Browser:
         with self._lock:
             self._db.close()
 
-    def find(self, wanted: Wanted, limit: int) -> list[GroupSummary]:
+    def find(self, wanted: GroupFilter, limit: int) -> list[GroupSummary]:
         """The newest first."""
         asked = {sql: getattr(wanted, name) for name, sql in _CONDITIONS.items() if getattr(wanted, name) is not None}
         where = f"WHERE {' AND '.join(asked)}" if asked else ""
@@ -190,11 +190,11 @@ class Browser:
             ]
         return {row[0]: StepEvent(at=row[1], step=row[2]) for row in found if row is not None}
 
-    def reach(self) -> Reach:
+    def reach(self) -> IndexProgress:
         with self._lock:
             low, high = self._db.execute("SELECT low, high FROM reach").fetchone()
             (num_groups,) = self._db.execute("SELECT count(*) FROM hub.groups").fetchone()
-            return Reach(num_groups=num_groups, num_known=max(0, high - low + 1) if num_groups else 0)
+            return IndexProgress(num_groups=num_groups, num_known=max(0, high - low + 1) if num_groups else 0)
 
     def learn(self, limit: int) -> int:
         """Index up to `limit` more groups, new ones first, then backwards. Returns their number; 0: all are indexed.

@@ -28,7 +28,7 @@ from treadle.watch.waits import Waits, WaitSpec
 # ---- tables
 
 APPLICATION_ID = 0x74726564  # "tred": tells our files from other programs' SQLite files
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 BUSY_TIMEOUT_MS = 5000
 PAGE_BYTES = 8192  # a group has a hundred kilobytes and more: fewer, larger pages write faster
 CHECK_S = 0.5  # a hub must be ready soon: a very long queue is not checked to its end
@@ -114,7 +114,7 @@ CREATE INDEX batches_trained ON batches (step) WHERE state = 'trained';
 CREATE INDEX batches_superseded ON batches (id) WHERE state = 'superseded';
 CREATE INDEX batches_held ON batches (holder) WHERE holder IS NOT NULL;
 
-CREATE TABLE lanes (                             -- how far each environment has come in the weighted order
+CREATE TABLE env_queues (                             -- how far each environment has come in the weighted order
     env TEXT PRIMARY KEY,
     tag REAL NOT NULL
 ) STRICT, WITHOUT ROWID;
@@ -186,7 +186,7 @@ def find_damage(db: sqlite3.Connection) -> str | None:
     until_s = time.monotonic() + CHECK_S
     db.set_progress_handler(lambda: time.monotonic() > until_s, CHECK_EVERY)
     try:
-        for table in ("run", "envs", "batches", "posts", "lanes", "tally", "events", "groups"):
+        for table in ("run", "envs", "batches", "posts", "env_queues", "tally", "events", "groups"):
             for (result,) in db.execute(f"PRAGMA integrity_check('{table}')"):
                 if result != "ok":
                     return f"table {table}: {result.strip().splitlines()[-1]}"
@@ -232,7 +232,7 @@ class _Job:
     num_bytes: int  # roughly what it writes
 
 
-class GroupCommitWriter:
+class CommitThread:
     """`writer.submit(lambda db: ...)` -> a future that resolves after the commit.
 
     A job may run twice: when the commit that it shared fails, it is tried again alone. So it must change

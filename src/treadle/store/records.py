@@ -71,7 +71,7 @@ class Waiting(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class EnvQueue:
     """The queue of one environment. It holds, of each size, as many of the oldest groups as a batch can use."""
 
     env_id: int | None  # None: groups that were posted without an environment
@@ -91,7 +91,7 @@ class Plan:
 
     ids: list[int] | None
     reason: str
-    tags: Mapping[int | None, float] = field(default_factory=dict)  # of the lanes, once this batch is taken
+    tags: Mapping[int | None, float] = field(default_factory=dict)  # of the env_queues, once this batch is taken
     waived: Mapping[str, str] = field(default_factory=dict)  # minimums that were not waited for: name -> why
     misfits: Sequence[int] = ()  # groups that no batch of this size can ever hold
 
@@ -102,7 +102,7 @@ class LeaseTerms:
 
     lease_s: float
     max_deliveries: int
-    plan: Callable[[Sequence[Lane], int], Plan]
+    plan: Callable[[Sequence[EnvQueue], int], Plan]
     is_alive: Callable[[int], bool]
     drop_older_than: int | None = None  # groups sampled more versions ago than this are dropped as stale
 

@@ -66,7 +66,7 @@ def reset(db: sqlite3.Connection) -> None:
         "UPDATE run SET (latest_format, latest) = (SELECT format, body FROM payloads ORDER BY id DESC LIMIT 1)"
         " WHERE EXISTS (SELECT 1 FROM payloads)"
     )
-    for table in ("groups", "payloads", "batches", "posts", "envs", "lanes", "tally"):
+    for table in ("groups", "payloads", "batches", "posts", "envs", "env_queues", "tally"):
         db.execute(f"DELETE FROM {table}")  # noqa: S608 - names from the line above
     db.execute("UPDATE run SET trainer = NULL, current_step = 0, started = 0")
     db.execute("UPDATE identity SET run_id = ?", (uuid4().hex,))

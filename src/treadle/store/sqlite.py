@@ -15,7 +15,7 @@ from typing import Concatenate, ParamSpec, Self, TypeVar
 from treadle.errors import ConfigError, DiskFull, UserError
 from treadle.log import get_logger
 from treadle.store import batches, database, groups, runs
-from treadle.store.database import GroupCommitWriter
+from treadle.store.database import CommitThread
 from treadle.store.file import QueueFile, QueueProgress, noted_progress, refuse_lost
 from treadle.store.records import (
     Appended,
@@ -70,7 +70,7 @@ class Store:
         self._reading_lock = threading.Lock()
         self._fetching = database.connect(self.path)
         self._fetching_lock = threading.Lock()
-        self._writer = GroupCommitWriter(writing, waits, file.trouble, on_failure)
+        self._writer = CommitThread(writing, waits, file.trouble, on_failure)
         # Called after each commit, on the writer's thread: (number of changes in it, seconds). Must not raise.
         self.commit_watchers = self._writer.watchers
         self.commit_watchers.append(lambda *_: file.note(_progress(writing)))
@@ -191,8 +191,8 @@ class Store:
         with self._fetching_lock:
             return groups.read_figures(self._fetching, after_event)
 
-    def _moment(self) -> batches.Moment:
-        return batches.Moment(self._process, self._clock())
+    def _moment(self) -> batches.ProcessTime:
+        return batches.ProcessTime(self._process, self._clock())
 
 
 def _progress(db: sqlite3.Connection) -> QueueProgress:

@@ -35,7 +35,7 @@ from treadle.sync.protocol import (
     AttachedModel,
     EngineLink,
     Publishable,
-    Receipt,
+    PublishResult,
     SyncMode,
     Verified,
     attach_adapters,
@@ -80,7 +80,7 @@ class _FileSync:
 
 
 class ReloadSync(_FileSync):
-    def publish(self, policy: Publishable, version: int) -> Receipt:
+    def publish(self, policy: Publishable, version: int) -> PublishResult:
         self._verifier.settle()
         started = time.monotonic()
         policy.write_live_weights()
@@ -89,7 +89,7 @@ class ReloadSync(_FileSync):
         updated = self._engine.post("/reload_weights", body, Updated)
         written = time.monotonic()
         verified = self._verifier.verify(policy, version, updated.policy_version)
-        return Receipt(
+        return PublishResult(
             version=version,
             wait_s=0.0,
             write_s=written - started,
@@ -139,7 +139,7 @@ class DeltaSync(ReloadSync):
         self._known: KnownWeights | None = None  # None: everything is sent
         self._known_version = 0
 
-    def publish(self, policy: Publishable, version: int) -> Receipt:
+    def publish(self, policy: Publishable, version: int) -> PublishResult:
         try:
             if self._engine.get("/bridge/info", BridgeInfo).update_count != self._known_version:
                 self._known = None  # the engine was restarted
@@ -187,7 +187,7 @@ class LoraSwapSync(_FileSync):
         layout = self._engine.wait_for("/bridge/state_dict_info", Layout)  # of the base model, without adapters
         return replace(attached, layout=layout, has_one_copy=True)
 
-    def publish(self, policy: Publishable, version: int) -> Receipt:
+    def publish(self, policy: Publishable, version: int) -> PublishResult:
         self._verifier.settle()
         started = time.monotonic()
         policy.write_live_weights()
@@ -204,7 +204,7 @@ class LoraSwapSync(_FileSync):
         for adapter in self._engine.get("/lora/status", _LoraStatus).adapters:
             if adapter.policy_version is not None and adapter.name not in self._kept:
                 self._engine.post("/lora/unload", UnloadAdapter(adapter_name=adapter.name), dict)
-        return Receipt(
+        return PublishResult(
             version=version,
             wait_s=0.0,
             write_s=sent - started,
@@ -236,7 +236,7 @@ class RestartSync(_FileSync):
     def settle(self) -> None:
         """A restart takes long: the next publish waits for it, not the training."""
 
-    def publish(self, policy: Publishable, version: int) -> Receipt:
+    def publish(self, policy: Publishable, version: int) -> PublishResult:
         started = time.monotonic()
         verified = self._settle()
         settled = time.monotonic()
@@ -254,7 +254,7 @@ class RestartSync(_FileSync):
             self._begin(folder, expected)
             if is_first or version >= self._config.steps:  # needed by the first rollouts and the last evaluation
                 verified = self._settle()
-        return Receipt(
+        return PublishResult(
             version=version if self._served is None else self._served,
             wait_s=settled - started,
             write_s=time.monotonic() - settled,
@@ -318,13 +318,13 @@ class OfflineSync:
     def settle(self) -> None:
         """Nothing is pending."""
 
-    def publish(self, policy: Publishable, version: int) -> Receipt:
+    def publish(self, policy: Publishable, version: int) -> PublishResult:
         started = time.monotonic()
         policy.write_live_weights()
-        return Receipt(version=version, wait_s=0.0, write_s=time.monotonic() - started)
+        return PublishResult(version=version, wait_s=0.0, write_s=time.monotonic() - started)
 
 
-class EveryNth:
+class PublishEveryNth:
     """Publish only versions that are multiples of `interval`, the first one, and `last`. In between the engine serves
     the last published version."""
 
@@ -340,7 +340,7 @@ class EveryNth:
     def settle(self) -> None:
         self._mode.settle()
 
-    def publish(self, policy: Publishable, version: int) -> Receipt:
+    def publish(self, policy: Publishable, version: int) -> PublishResult:
         if self._served is None or version % self._interval == 0 or version >= self._last:
             receipt = self._mode.publish(policy, version)
             self._served = receipt.version
@@ -348,7 +348,7 @@ class EveryNth:
         self._mode.settle()  # before a step that was sampled under this version is counted and saved
         started = time.monotonic()
         policy.write_live_weights()
-        return Receipt(version=self._served, wait_s=0.0, write_s=time.monotonic() - started)
+        return PublishResult(version=self._served, wait_s=0.0, write_s=time.monotonic() - started)
 
 
 SYNC_MODES: dict[str, Callable[[TrainConfig], SyncMode]] = {
@@ -366,4 +366,4 @@ def choose_sync(config: TrainConfig) -> SyncMode:
     mode = SYNC_MODES[config.weight_bridge_mode](config)
     if config.publish_interval == 1:
         return mode
-    return EveryNth(mode, interval=config.publish_interval, last=config.steps)
+    return PublishEveryNth(mode, interval=config.publish_interval, last=config.steps)

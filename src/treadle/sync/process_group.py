@@ -97,7 +97,7 @@ class PeerLost(SyncError):
     """The peer ended, is silent or unreachable; its own error may be more precise."""
 
 
-class WeightGroup:
+class BroadcastGroup:
     """A group of two; `peer` names the other process in errors. After a failed broadcast it must be closed: the peer,
     which may be waiting, then fails at once."""
 
@@ -210,15 +210,15 @@ def local_address_towards(host: str, port: int, timeout_s: float = CONNECT_S) ->
 
 def form_group(
     request: JoinGroup, store: Store, rank: int, *, own_address: str, peer: str, device: torch.device
-) -> WeightGroup:
+) -> BroadcastGroup:
     """Wait for the peer, at most `request.timeout_s`. `device`: of the weights."""
     dtype: torch.dtype = getattr(torch, request.dtype)
     bucket_device = device if request.backend == "nccl" else torch.device("cpu")
 
-    def form() -> WeightGroup:
+    def form() -> BroadcastGroup:
         own_store = _dist.PrefixStore(request.group, store)
         build = _nccl if request.backend == "nccl" else _gloo
-        group = WeightGroup(
+        group = BroadcastGroup(
             build(own_store, rank, own_address, timedelta(seconds=request.timeout_s)),
             plan_buckets(request.weights, request.bucket_bytes // dtype.itemsize),
             peer=peer,

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from treadle.config import TrainConfig
 from treadle.errors import ConfigError, SyncError
+from treadle.net.access_tokens import bearer_headers
 from treadle.net.address import is_loopback
 from treadle.net.client import OK, BlockingHttpClient, Failure, HttpAnswer, LateAnswer, NoAnswer, Retries, RetryPolicy
-from treadle.net.tokens import bearer_headers
 from treadle.sync.gate import PUBLISHER_HEADER, this_publisher
 from treadle.sync.layout import Layout
 from treadle.sync.model_folders import LiveFolder, is_same_model, local_folder
@@ -86,7 +86,7 @@ class AttachedModel:
 class SyncMode(Protocol):
     def attach(self) -> AttachedModel: ...
 
-    def publish(self, policy: Publishable, version: int) -> Receipt: ...
+    def publish(self, policy: Publishable, version: int) -> PublishResult: ...
 
     def settle(self) -> None:
         """Wait for the pending verification of the last publish and raise its error. The next publish does too."""
@@ -109,7 +109,7 @@ NOT_VERIFIED = Verified()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Receipt:
+class PublishResult:
     """Result of a publish: the version that the engine reports, and the cost."""
 
     version: int

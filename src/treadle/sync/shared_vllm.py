@@ -46,8 +46,8 @@ from treadle.sync.process_group import (
     BUCKET_BYTES,
     PEER_FIX,
     TRAINER,
+    BroadcastGroup,
     PeerLost,
-    WeightGroup,
     form_group,
     host_store,
     local_address_towards,
@@ -57,7 +57,7 @@ from treadle.sync.protocol import (
     AttachedModel,
     EngineLink,
     Publishable,
-    Receipt,
+    PublishResult,
     attach_own_weights,
     attach_remote,
     check_same_dtype,
@@ -134,13 +134,13 @@ class SingleCopySync:
     def settle(self) -> None:
         self._verifier.settle()
 
-    def publish(self, policy: Publishable, version: int) -> Receipt:
+    def publish(self, policy: Publishable, version: int) -> PublishResult:
         self._verifier.settle()
         started = time.monotonic()
         adopted = self._write_weights(policy, version)
         self._served = adopted.state.policy_version
         verified = self._verifier.verify(policy, version, self._served)
-        return Receipt(
+        return PublishResult(
             version=version,
             wait_s=adopted.paused_at - started,
             write_s=adopted.written_at - adopted.paused_at,
@@ -196,7 +196,7 @@ class WeightBroadcaster:
         self._timeout_s = timeout_s
         self._bucket_bytes = bucket_bytes
         self._name = ""
-        self._group: WeightGroup | None = None
+        self._group: BroadcastGroup | None = None
 
     @property
     def is_joined(self) -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from treadle.config.advice import as_flags_of
+from treadle.config.flag_spelling import respell_flags
 from treadle.errors import DiskFull
 
 HEALTH_FILE = "health.jsonl"
@@ -129,7 +129,7 @@ class HealthFile:
         for line in whole.splitlines():
             values = _parsed(line)
             if values is not None and isinstance(values.get("message"), str):
-                event = HealthEvent(values["step"], as_flags_of("run", values["message"], "train"))
+                event = HealthEvent(values["step"], respell_flags("run", values["message"], "train"))
                 self._events += [event] if event not in self._events else []
         return tuple(self._events)
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from treadle.errors import ConfigError, MissingExtra
 from treadle.log import get_logger
-from treadle.track.trackers import ForwardOnly, Metric, RunIdentity, Table, finite_numbers
+from treadle.track.trackers import AppendOnlyTracker, Metric, RunIdentity, Table, finite_numbers
 
 LOGIN_FIX = "run `wandb login`, set WANDB_API_KEY, or keep the run local with WANDB_MODE=offline"
 _DECIDING_VARIABLES = (
@@ -87,7 +87,7 @@ def _cell(value: str | float | bool | None) -> str:
     return html.escape(value, quote=False).replace("|", "&#124;").replace("\n", " ↵ ")
 
 
-class TrackioTracker(ForwardOnly):
+class TrackioTracker(AppendOnlyTracker):
     """One Trackio run over all processes of a run. Trackio identifies it by its name, so the id is part of that."""
 
     def __init__(self, identity: RunIdentity) -> None:
@@ -135,7 +135,7 @@ def check_login(env: Mapping[str, str]) -> None:
     raise ConfigError("W&B has no API key on this machine", fix=LOGIN_FIX)
 
 
-class WandbTracker(ForwardOnly):
+class WandbTracker(AppendOnlyTracker):
     """One W&B run over all processes of a run."""
 
     def __init__(self, identity: RunIdentity) -> None:

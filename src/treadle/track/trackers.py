@@ -63,7 +63,7 @@ class RunIdentity:
     sent_until: int  # the last step that was sent before a restart; -1 for a new run
 
 
-class ForwardOnly:
+class AppendOnlyTracker:
     """A run at a service that cannot remove steps: steps that it has are not sent again."""
 
     _run: Any  # the service's own object, with `log(values, step=)`

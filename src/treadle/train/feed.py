@@ -16,9 +16,9 @@ import msgspec
 
 from treadle.errors import HubError
 from treadle.log import get_logger
+from treadle.net.access_tokens import HUB_TOKEN_VARIABLE, bearer_headers
 from treadle.net.address import is_loopback, shown_url
 from treadle.net.client import OK, BlockingHttpClient, Failure, HttpAnswer, NoAnswer, Retries, RetryPolicy
-from treadle.net.tokens import HUB_TOKEN_VARIABLE, bearer_headers
 from treadle.train.ranks import Ranks
 from treadle.train.stop import StopRequested
 from treadle.watch.waits import Wait, Waits, WaitSpec

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from treadle.config import TrainConfig
 from treadle.log import get_logger
-from treadle.sync.protocol import Publishable, Receipt
+from treadle.sync.protocol import Publishable, PublishResult
 from treadle.track import Tracker
 from treadle.track.files import HealthFile, RolloutTokens, TokenFiles
 from treadle.train.checkpoint import Checkpoints, Restored, Totals, random_state, restore_random_state
@@ -119,7 +119,7 @@ def train(
     policy: Policy,
     optimizer: Optimizer,
     feed: Feed,
-    publish: Callable[[Publishable, int], Receipt],
+    publish: Callable[[Publishable, int], PublishResult],
     checkpoints: Checkpoints,
     tracker: Tracker | None,
     *,

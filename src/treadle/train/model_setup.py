@@ -77,7 +77,7 @@ def choose_trainable(model: nn.Module, layers: tuple[int, ...] | None) -> int:
 # modules; backward they recompute what is cheap instead of storing it. (On a GPU the compiler does the same.)
 
 
-class LeanNorm(torch.autograd.Function):
+class RecomputingNorm(torch.autograd.Function):
     """weight * round(x / root mean square). Stores x and one number per row, no fp32 copy."""
 
     @staticmethod
@@ -115,7 +115,7 @@ class LeanGate(torch.autograd.Function):
 
 
 def _norm(module: Any, hidden_states: Tensor) -> Tensor:
-    out: Tensor = LeanNorm.apply(hidden_states, module.weight, module.variance_epsilon)
+    out: Tensor = RecomputingNorm.apply(hidden_states, module.weight, module.variance_epsilon)
     return out
 
 
@@ -124,7 +124,7 @@ def _mlp(module: Any, x: Tensor) -> Tensor:
     return out
 
 
-def make_lean(model: nn.Module) -> None:
+def use_recomputing_modules(model: nn.Module) -> None:
     """Replace the forward functions of RMS norms and of MLPs with a silu gate, in place. They are recognized by what
     they compute, whatever their class is called; norms and MLPs of other kinds are logged."""
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
@@ -152,7 +152,7 @@ def _lean_form(module: Any, dtype: torch.dtype) -> Callable[..., Tensor] | None:
         device, size = own["weight"].device, len(own["weight"])
         x, weight = (torch.randn(shape, generator=draw).to(device, dtype) for shape in ((1, 3, size), (size,)))
         expected = functional_call(module, {"weight": weight}, (x,))
-        return _norm if torch.equal(expected, LeanNorm.apply(x, weight, module.variance_epsilon)) else None
+        return _norm if torch.equal(expected, RecomputingNorm.apply(x, weight, module.variance_epsilon)) else None
     if all(isinstance(getattr(module, name, None), nn.Linear) for name in ("gate_proj", "up_proj", "down_proj")):
         x = torch.randn(1, 3, module.gate_proj.in_features, generator=draw).to(module.gate_proj.weight.device, dtype)
         return _mlp if torch.equal(module(x), _mlp(module, x)) else None

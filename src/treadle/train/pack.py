@@ -28,7 +28,7 @@ from torch import Tensor
 from treadle.config import TrainConfig
 from treadle.config.train import MICRO_TOKENS
 from treadle.train.loss import LossTokens
-from treadle.train.prepare import PreparedGroup, TokenWeights, is_all_good, rollout_logprobs, temperature_of
+from treadle.train.prepare import PreparedGroup, TokenShares, is_all_good, rollout_logprobs, temperature_of
 from treadle.wire.groups import ScoredGroup, common_prefix
 
 SHARING_PAYS = 0.98  # shared tokens are packed once if at most this share of all tokens remains
@@ -67,7 +67,7 @@ class Micro:
 class PackedBatch:
     micros: tuple[Micro, ...]
     num_tokens: int  # of all rollouts
-    num_taught_tokens: int  # of rollouts with loss tokens
+    num_tokens_with_advantage: int  # of rollouts with loss tokens
     num_masked_tokens: int  # completion tokens without loss because the rollout was cut off
     num_rejected: int  # rollouts with unusable numbers
     num_cut_off: int
@@ -119,7 +119,7 @@ class PackedBatch:
             "batch/tokens_per_step": self.num_tokens,
             "batch/forwarded_tokens_per_step": self.num_forwarded_tokens,
             "batch/trained_tokens_per_step": self.num_loss_tokens,
-            "batch/packing_ratio": self.num_taught_tokens / self.num_forwarded_tokens if self.micros else 1.0,
+            "batch/packing_ratio": self.num_tokens_with_advantage / self.num_forwarded_tokens if self.micros else 1.0,
             "batch/row_imbalance": max(costs) / (sum(costs) / len(costs)) if costs else 1.0,
             "batch/masked_token_frac": self.num_masked_tokens / max(1, sum(lengths)),
             "batch/rejected_rollouts": self.num_rejected,
@@ -164,7 +164,7 @@ def pack(
     """Pack groups into micros of at most `config.micro_tokens` and similar cost; a longer rollout gets its own
     micro."""
     prepared = [PreparedGroup(group, config, vocab_size) for group in groups]
-    weights = TokenWeights(prepared, config)
+    weights = TokenShares(prepared, config)
     share = _pays_to_share(prepared, config)
     budget = config.micro_tokens or MICRO_TOKENS["cpu"]
     num_root = root_length([g.group.tokens[i][: g.prefix] for g in prepared for i in g.rollouts[:1]]) if share else 0
@@ -172,7 +172,7 @@ def pack(
     bins = pack_into_bins([(p.num_tokens, p.cost(token_cost)) for p in portions], budget)
     return PackedBatch(
         micros=tuple(_MicroBuilder([portions[i] for i in chosen], weights).build(token_cost) for chosen in bins),
-        num_taught_tokens=sum(len(g.tokens[i]) for g in prepared for i in g.rollouts),
+        num_tokens_with_advantage=sum(len(g.tokens[i]) for g in prepared for i in g.rollouts),
         num_tokens=sum(len(tokens) for group in groups for tokens in group.tokens),
         num_masked_tokens=sum(g.num_masked for g in prepared),
         num_rejected=sum(sum(g.is_rejected) for g in prepared),
@@ -274,7 +274,7 @@ def _pays_to_share(prepared: Sequence[PreparedGroup], config: TrainConfig) -> bo
 class _MicroBuilder:
     """Appends portions to their root."""
 
-    def __init__(self, portions: Sequence[_Portion], weights: TokenWeights) -> None:
+    def __init__(self, portions: Sequence[_Portion], weights: TokenShares) -> None:
         self._portions = portions
         self._weights = weights
         shares = any(portion.stem for portion in portions)

@@ -34,11 +34,11 @@ from treadle.train.model_files import FULL, write_adapter, write_folder, write_m
 from treadle.train.model_setup import (
     check_packed,
     choose_trainable,
-    make_lean,
     packed_sample,
     prepare_layers,
     score_unpacked,
     use_fused_kernels,
+    use_recomputing_modules,
 )
 from treadle.train.pack import Micro, Segment
 from treadle.train.ranks import ALONE, Ranks
@@ -92,7 +92,7 @@ class Policy:
         install_attention(model)
         use_fused_kernels(model, config)
         if self.device.type == "cpu":
-            make_lean(model)
+            use_recomputing_modules(model)
             choose_matmul_backend(model)
         with torch.no_grad():
             check_packed(model, self.score(packed_sample(model))[0], expected)

@@ -93,7 +93,7 @@ class PreparedGroup:
         )
 
 
-class TokenWeights:
+class TokenShares:
     """A token's share in the mean over the whole optimizer step."""
 
     def __init__(self, groups: Sequence[PreparedGroup], config: TrainConfig) -> None:

@@ -16,7 +16,7 @@ from treadle.log import get_logger
 from treadle.net.address import shown_url
 from treadle.sync.layout import Layout
 from treadle.sync.modes import choose_sync
-from treadle.sync.protocol import AttachedModel, Publishable, Receipt, SyncMode
+from treadle.sync.protocol import AttachedModel, Publishable, PublishResult, SyncMode
 from treadle.sync.verify import check_saved_weights
 from treadle.track import Tracker, build_tracker
 from treadle.track.files import HEALTH_FILE, TOKENS_FOLDER, HealthFile
@@ -63,7 +63,7 @@ class WatchedSync:
         with self._waits.waiting(loaded):
             return self._mode.attach()
 
-    def publish(self, policy: Publishable, version: int) -> Receipt:
+    def publish(self, policy: Publishable, version: int) -> PublishResult:
         answer = WaitSpec(
             "the engine to say which weights it has",
             fix="the engine's log says what it does; --publish-timeout-s ends this wait",
@@ -111,11 +111,11 @@ class TrainerProgress:
         return ProcessFacts(state=state, policy_version=version, counts={"micros": float(self._num_micros)})
 
 
-def write_weights(policy: Publishable, version: int) -> Receipt:
+def write_weights(policy: Publishable, version: int) -> PublishResult:
     """The publish of ranks other than 0: writes the new weights, while rank 0 publishes and the engine is paused."""
     started = time.monotonic()
     policy.write_live_weights()
-    return Receipt(version=version, wait_s=0.0, write_s=time.monotonic() - started)
+    return PublishResult(version=version, wait_s=0.0, write_s=time.monotonic() - started)
 
 
 def run_trainer(config: TrainConfig) -> None:

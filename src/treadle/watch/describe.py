@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport, WorkReport
+from treadle.wire.hub import LastReport, ProcessReport, WaitReport, WorkReport
 
 SILENT_AFTER_S = 10.0  # five reports
 ENDED = "ended"  # the state in the last report of a process
@@ -76,7 +76,7 @@ def shortened(what: str) -> str:
     return _DETAILS.sub("", what)
 
 
-def describe_now(standings: Sequence[ProcessStanding]) -> str:
+def describe_now(standings: Sequence[LastReport]) -> str:
     """What the run is waiting for, in a few words: work first, then what the trainer waits for; "" when nothing."""
     works = [describe_work(standing.report.work) for standing in standings if standing.report.work is not None]
     trainer_first = sorted(standings, key=lambda standing: standing.report.kind != "trainer")
@@ -89,7 +89,7 @@ def describe_work(work: WorkReport) -> str:
     return f"{work.what}: {work.done} of {work.total}"
 
 
-def describe_problems(standing: ProcessStanding, *, with_fixes: bool = False) -> list[str]:
+def describe_problems(standing: LastReport, *, with_fixes: bool = False) -> list[str]:
     """What is wrong with a process, the worst first; nothing while all is well. `with_fixes`: of its waits too."""
     report = standing.report
     problems = []

@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 
 from treadle.log import get_logger
+from treadle.net.access_tokens import HUB_TOKEN_VARIABLE, bearer_headers
 from treadle.net.client import OK, BlockingHttpClient, NoAnswer
-from treadle.net.tokens import HUB_TOKEN_VARIABLE, bearer_headers
 from treadle.watch.describe import ENDED, short
 from treadle.watch.stacks import include_tasks_of, write_stacks
 from treadle.watch.waits import Wait, Waits, WaitSpec

@@ -95,7 +95,7 @@ class EnvStatus(msgspec.Struct, kw_only=True):
     idle_s: float  # seconds since it was last heard of
 
 
-class EnvStanding(msgspec.Struct, kw_only=True):
+class EnvState(msgspec.Struct, kw_only=True):
     """GET /v1/envs/{env_id}: what an environment decides by whether to sample more."""
 
     step: int  # optimizer steps taken
@@ -175,7 +175,7 @@ class ReportTaken(msgspec.Struct, frozen=True, kw_only=True):
     dump: str = ""
 
 
-class ProcessStanding(msgspec.Struct, frozen=True, kw_only=True):
+class LastReport(msgspec.Struct, frozen=True, kw_only=True):
     report: ProcessReport
     heard_s: float  # seconds since it was last heard of
 
@@ -183,7 +183,7 @@ class ProcessStanding(msgspec.Struct, frozen=True, kw_only=True):
 class Processes(msgspec.Struct, kw_only=True):
     """GET /v1/processes"""
 
-    processes: list[ProcessStanding]
+    processes: list[LastReport]
 
 
 # What the other routes answer. A field of type UnsetType is left out where it does not apply.

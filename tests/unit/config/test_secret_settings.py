@@ -18,7 +18,7 @@ from treadle.errors import ConfigError
 from treadle.launch.attachment import merge_addresses
 from treadle.launch.folder import requested_keys, save_request
 from treadle.launch.machine import MachineFacts
-from treadle.launch.plan import RunPlan, build_plan
+from treadle.launch.process_plan import RunPlan, build_plan
 
 SECRET = "sk-very-secret"  # noqa: S105 - made up
 WITH_SECRETS = {

@@ -140,7 +140,7 @@ def test_a_secret_of_one_environment_is_not_stored(tmp_path: Path, monkeypatch: 
 def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, EnvConfig]]:
     """The actions of `treadle env`, with the settings of the environment; nothing is done."""
     found: list[tuple[str, EnvConfig]] = []
-    monkeypatch.setattr("treadle.envs.act", lambda action, env, *_, **__: found.append((action, env)) or 0)
+    monkeypatch.setattr("treadle.envs.run_action", lambda action, env, *_, **__: found.append((action, env)) or 0)
     return found
 
 

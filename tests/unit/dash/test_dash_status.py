@@ -7,7 +7,7 @@ import pytest
 from treadle.dash.run_folder import Columns, HeldOut
 from treadle.dash.status import (
     EngineStatus,
-    Situation,
+    RunFacts,
     in_words,
     result_in_words,
     sampling_note,
@@ -15,15 +15,15 @@ from treadle.dash.status import (
     tiles_of,
 )
 
-WAITING = Situation(
+WAITING = RunFacts(
     explanation="waiting for 2 more groups of gsm8k", has_trainer=True, step=16, planned_steps=50, leased_step=16,
     leased_s=60.0, trained_s=42.0,
 )  # fmt: skip
 
 
-def with_(**changes) -> Situation:
-    values = {name: getattr(WAITING, name) for name in Situation.__slots__}
-    return Situation(**(values | changes))
+def with_(**changes) -> RunFacts:
+    values = {name: getattr(WAITING, name) for name in RunFacts.__slots__}
+    return RunFacts(**(values | changes))
 
 
 def test_a_missing_batch_is_explained_with_the_engines_activity():

@@ -20,7 +20,7 @@ from treadle.engines.vllm.command import Installation
 from treadle.formatting import Finding, problems, show_findings
 from treadle.launch.supervisor import describe_exit
 from treadle.train.health import ALIGNMENT
-from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport
+from treadle.wire.hub import LastReport, ProcessReport, WaitReport
 
 ROOT = Path(__file__).parents[3]
 OWN = [
@@ -304,9 +304,9 @@ def test_cuda_ipc_is_skipped_without_a_gpu_and_says_so() -> None:
     )
 
 
-def standing(heard_s: float = 1.0, **more: Any) -> ProcessStanding:
+def standing(heard_s: float = 1.0, **more: Any) -> LastReport:
     report = ProcessReport(kind="env", name="env gsm8k", machine="here", pid=17, **more)
-    return ProcessStanding(report=report, heard_s=heard_s)
+    return LastReport(report=report, heard_s=heard_s)
 
 
 def test_who_waits_too_long_is_a_problem_with_its_own_remedy() -> None:

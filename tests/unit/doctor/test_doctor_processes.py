@@ -25,8 +25,8 @@ from treadle.doctor.live import check_engine, check_hub
 from treadle.doctor.survey import SharingResult, list_packages, survey_model, try_sharing
 from treadle.formatting import Finding
 from treadle.launch.folder import locked
+from treadle.net.access_tokens import role_token
 from treadle.net.probe import ServerProbe
-from treadle.net.tokens import role_token
 
 
 def doctor(*words: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ from treadle.engines.api import create_app, engine_access
 from treadle.engines.transformers_engine import TransformersEngine
 from treadle.errors import ConfigError
 from treadle.net.access import CLIENTS
-from treadle.net.tokens import role_token
+from treadle.net.access_tokens import role_token
 
 TOKEN = "engine-token-0123456789"  # noqa: S105 - of a test
 

@@ -34,7 +34,7 @@ def state(**more: object) -> ServingStatus:
         "num_running": 0,
         "num_waiting": 0,
         "generated_tokens": 0,
-        "num_moves": 0,
+        "progress_count": 0,
     }
     return ServingStatus(**{**values, "generating_s": 0.0, **more})  # type: ignore[arg-type]
 
@@ -65,7 +65,7 @@ def test_an_engine_that_makes_progress_is_not_late() -> None:
     waits = Waits(clock)
     watcher = EngineWatcher(waits)
     for tokens in (0, 10, 20, 20):
-        watcher.update(state(num_running=4, num_moves=tokens))
+        watcher.update(state(num_running=4, progress_count=tokens))
         clock.now_s += 200
     (wait,) = waits.now
     assert wait.seconds == 400, "since it last got on"

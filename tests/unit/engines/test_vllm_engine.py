@@ -213,7 +213,7 @@ def test_a_stop_during_a_restart_ends_at_once_and_leaves_no_server(models, momen
             if moment == "while it loads":
                 await until(lambda: len(made.servers) == 2)
             else:
-                await until(lambda: not made.engine._request_gate.is_open)
+                await until(lambda: not made.engine._request_barrier.is_open)
             waiting = asyncio.ensure_future(made.engine.generate(request()))
             started = time.monotonic()
             await made.engine.close()

@@ -21,9 +21,9 @@ from treadle.engines.interface import Adapter, Request, find_loaded_adapter
 from treadle.engines.sampling import SamplingParams
 from treadle.engines.vllm import child_guard
 from treadle.engines.vllm.adapters import AdapterRegistry
-from treadle.engines.vllm.admission import ChangeQueue
 from treadle.engines.vllm.command import ServerCommand, ServerResources
 from treadle.engines.vllm.completions import VllmChoice, VllmOutput, build_vllm_request, to_deltas, to_result
+from treadle.engines.vllm.request_flow import ChangeQueue
 from treadle.engines.vllm.server_process import ServerProcess
 from treadle.errors import EngineError, RequestError
 

@@ -24,7 +24,7 @@ from treadle.envs.engine_client import Completion, EngineResult
 from treadle.envs.foreign.agent import run_program
 from treadle.envs.rewards import make_scorer
 from treadle.envs.rollout import EnvContext, roll_group
-from treadle.envs.scoring import Judge
+from treadle.envs.scoring import ScoreRules
 from treadle.errors import ConfigError, EngineError
 
 # A client of a few lines: the real one takes a second to import, and is put to the test elsewhere.
@@ -71,7 +71,7 @@ async def opened(tmp_path, *, says="8", error=None, **args):
     await environment.open()
     try:
         async with make_scorer("inline") as scorer:
-            yield EnvContext(environment, engine, ChatTokenizer.load(folder), Judge(environment, scorer))
+            yield EnvContext(environment, engine, ChatTokenizer.load(folder), ScoreRules(environment, scorer))
     finally:
         await environment.close()
 

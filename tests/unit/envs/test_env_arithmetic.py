@@ -7,7 +7,7 @@ from treadle.config.env import EnvConfig
 from treadle.envs.base import Environment, Item, Score, environment, load_environment, stable_seed, stable_shuffle
 from treadle.envs.engine_client import Completion
 from treadle.envs.rewards import InlineScorer
-from treadle.envs.scoring import Judge
+from treadle.envs.scoring import ScoreRules
 from treadle.envs.tasks.arithmetic import TASKS, Arithmetic, harder, split
 from treadle.errors import ConfigError
 
@@ -163,7 +163,7 @@ def test_brevity_rewards_right_and_finished_completions_only():
 
 def judged(env, given):
     """The score of a completion of the first training item, as in training."""
-    (score,) = asyncio.run(Judge(env, InlineScorer()).scores(env.train_item(0), [given]))
+    (score,) = asyncio.run(ScoreRules(env, InlineScorer()).scores(env.train_item(0), [given]))
     return score
 
 

@@ -13,7 +13,7 @@ from treadle.envs.base import load_environment
 from treadle.envs.engine_client import Completion
 from treadle.envs.rewards import InlineScorer
 from treadle.envs.sandbox.execution import SandboxLimits, run_tests
-from treadle.envs.scoring import Judge
+from treadle.envs.scoring import ScoreRules
 from treadle.envs.tasks.code import NUM_TESTS, generated_tasks
 from treadle.errors import ConfigError
 
@@ -28,7 +28,7 @@ def opened(**settings):
 
 def scores(env, item, *texts):
     completions = [Completion([1], [-0.5], text, "stop", policy_version=0) for text in texts]
-    return asyncio.run(Judge(env, InlineScorer()).scores(item, completions))
+    return asyncio.run(ScoreRules(env, InlineScorer()).scores(item, completions))
 
 
 def rows(folder, *fields):

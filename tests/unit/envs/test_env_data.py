@@ -294,7 +294,7 @@ NOWHERE = ServerConfig(base_url="http://127.0.0.1:9")
 @pytest.mark.parametrize("action", ["serve", "process", "evaluate"])
 def test_data_that_is_not_there_is_reported_before_an_engine_is_waited_for(action):
     with pytest.raises(ConfigError, match="needs data"):
-        envs.act(action, EnvConfig(name="jsonl"), NOWHERE)
+        envs.run_action(action, EnvConfig(name="jsonl"), NOWHERE)
 
 
 def test_a_run_whose_data_is_not_there_ends_before_anything_is_started(tmp_path):

@@ -12,7 +12,7 @@ from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.engine_pool import EnginePool, open_engine
 from treadle.envs.hub_client import HubClient
-from treadle.envs.process import open_context
+from treadle.envs.main import open_context
 from treadle.envs.serving.runner import run
 from treadle.errors import ConfigError, EngineError
 from treadle.net.client import RetryPolicy

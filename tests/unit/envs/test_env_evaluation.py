@@ -23,7 +23,7 @@ from treadle.envs.evaluation import (
     wilson_interval,
     worthwhile_ks,
 )
-from treadle.envs.process import open_context
+from treadle.envs.main import open_context
 from treadle.errors import ConfigError, ScoringError
 from treadle.report.history import read_evaluation
 

@@ -19,7 +19,7 @@ from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.group_file import GroupFile, read_group_file, split_text
 from treadle.envs.group_writer import WriteStats, groups_path, num_groups_to_write, write_all, write_groups
-from treadle.envs.process import open_context, run_until_signal
+from treadle.envs.main import open_context, run_until_signal
 from treadle.errors import ConfigError, EngineError
 from treadle.net.client import RetryPolicy
 from treadle.wire.groups import ATROPOS_KEYS, ScoredGroup

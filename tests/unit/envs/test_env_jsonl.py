@@ -9,7 +9,7 @@ from treadle.config.env import EnvConfig
 from treadle.envs.base import load_environment
 from treadle.envs.engine_client import Completion
 from treadle.envs.rewards import RewardPool
-from treadle.envs.scoring import Judge
+from treadle.envs.scoring import ScoreRules
 from treadle.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ def scores(env, item, texts):
     async def score():
         async with RewardPool(num_workers=1) as pool:
             completions = [Completion([1], [-0.5], text, "stop", policy_version=0) for text in texts]
-            return await Judge(env, pool).scores(item, completions)
+            return await ScoreRules(env, pool).scores(item, completions)
 
     return [score.reward for score in asyncio.run(score())]
 

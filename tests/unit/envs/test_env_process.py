@@ -15,7 +15,7 @@ from tests.served_app import listening
 from treadle import envs
 from treadle.config.env import EnvConfig, ServerConfig
 from treadle.errors import ConfigError, DiskFull
-from treadle.launch.preflight import settle_environment
+from treadle.launch.preflight import resolve_environment
 
 
 def add(prompt, request):
@@ -28,7 +28,7 @@ def test_evaluate_prints_accuracy_and_samples_in_words(tmp_path, capsys):
     engine.policy_version = lambda: 12
     with listening(engine.app) as url:
         env = EnvConfig(num_eval=5, data_dir_to_save_evals=tmp_path / "evals")
-        envs.act("evaluate", env, ServerConfig(base_url=f"{url}/v1"))
+        envs.run_action("evaluate", env, ServerConfig(base_url=f"{url}/v1"))
     printed = capsys.readouterr().out
     assert "arithmetic/addition at policy version 12: 5 of 5 right = 100.0% (95 % interval 56.6% to 100.0%)" in printed
     assert printed.count("(right)") == 3
@@ -39,7 +39,7 @@ def test_evaluate_with_several_answers_prints_pass_at_k_and_writes_files(tmp_pat
     engine = EngineDouble(save_tokenizer(tmp_path / "model"), lambda p, r: [*add(p, r)[:1], *["?"] * (r.n - 1)])
     with listening(engine.app) as url:
         env = EnvConfig(num_eval=5, eval_samples=4, data_dir_to_save_evals=tmp_path / "evals")
-        assert envs.act("evaluate", env, ServerConfig(base_url=url)) == 0
+        assert envs.run_action("evaluate", env, ServerConfig(base_url=url)) == 0
     printed = capsys.readouterr()
     assert "arithmetic/addition at policy version 0: 5 prompts, 4 answers each at temperature 0.7, " in printed.out
     assert "pass@1   25.0% (95 % interval " in printed.out
@@ -58,7 +58,7 @@ def test_serve_delivers_a_run_and_returns(tmp_path):
     engine, hub = EngineDouble(save_tokenizer(tmp_path / "model"), add), HubDouble(num_steps=2)
     with listening(engine.app) as engine_url, listening(hub.app) as hub_url:
         env = EnvConfig(group_size=2, num_eval=3, hub_url=hub_url, data_dir_to_save_evals=tmp_path)
-        envs.act("serve", env, ServerConfig(base_url=engine_url))
+        envs.run_action("serve", env, ServerConfig(base_url=engine_url))
     assert [len(groups) for _, groups in hub.deliveries] == [4, 4]
     assert (tmp_path / "eval_step_000002.json").is_file()
 
@@ -82,7 +82,7 @@ def test_a_model_name_that_the_engine_does_not_serve_is_warned_of_once(tmp_path,
     if models is not None:
         listing(engine, *models)
     with listening(engine.app) as url:
-        envs.act("evaluate", EnvConfig(num_eval=2), ServerConfig(base_url=url, model="org/llama"))
+        envs.run_action("evaluate", EnvConfig(num_eval=2), ServerConfig(base_url=url, model="org/llama"))
     (fields,) = [r.treadle_fields for r in caplog.records if r.getMessage() == "another_model_is_served"]
     assert fields["asked"] == "org/llama"
     assert fields["engine_serves"] == serves.replace("MODEL_FOLDER", str(tmp_path / "model"))
@@ -97,19 +97,19 @@ def test_a_model_name_that_the_engine_serves_is_fine_in_any_spelling(tmp_path, c
     listing(engine, {"id": "base", "root": cache}, {"id": "my-adapter", "root": "/adapters/1"})
     named = {} if name is None else {"model": name}
     with listening(engine.app) as url:
-        envs.act("evaluate", EnvConfig(num_eval=2), ServerConfig(base_url=url, **named))
+        envs.run_action("evaluate", EnvConfig(num_eval=2), ServerConfig(base_url=url, **named))
     assert [record for record in caplog.records if record.getMessage() == "another_model_is_served"] == []
 
 
 def test_nothing_to_evaluate_is_reported():
     with pytest.raises(ConfigError, match="nothing to evaluate"):
-        envs.act("evaluate", EnvConfig(num_eval=0), ServerConfig())
+        envs.run_action("evaluate", EnvConfig(num_eval=0), ServerConfig())
 
 
 def test_an_invalid_temperature_is_reported_before_the_engine_is_used():
     nowhere = ServerConfig(base_url="http://127.0.0.1:9")
     with pytest.raises(ConfigError, match="all 4 answers to a prompt are the same"):
-        envs.act("evaluate", EnvConfig(eval_samples=4, eval_temperature=0), nowhere)
+        envs.run_action("evaluate", EnvConfig(eval_samples=4, eval_temperature=0), nowhere)
 
 
 def test_an_environment_without_held_out_prompts_is_reported(tmp_path):
@@ -120,7 +120,7 @@ def test_an_environment_without_held_out_prompts_is_reported(tmp_path):
     )
     engine = EngineDouble(save_tokenizer(tmp_path / "model"), add)
     with listening(engine.app) as url, pytest.raises(ConfigError, match="has no held-out prompts"):
-        envs.act("evaluate", EnvConfig(name=str(tmp_path / "bare.py")), ServerConfig(base_url=url))
+        envs.run_action("evaluate", EnvConfig(name=str(tmp_path / "bare.py")), ServerConfig(base_url=url))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -172,7 +172,7 @@ def broken_task(tmp_path, fault):
 def test_an_exception_of_prepare_is_reported_with_its_line_at_the_start(tmp_path, action):
     path = broken_task(tmp_path, '{}["rows"]')
     with pytest.raises(ConfigError) as reported:
-        envs.act(action, EnvConfig(name=str(path)), ServerConfig(base_url="http://127.0.0.1:9"))
+        envs.run_action(action, EnvConfig(name=str(path)), ServerConfig(base_url="http://127.0.0.1:9"))
     assert reported.value.message == f"prepare() of the environment '{path}' raised KeyError: 'rows', at {path}:8"
     assert reported.value.fix == f"correct it; treadle env {path} validate"
 
@@ -183,10 +183,10 @@ def test_an_exception_of_prepare_is_reported_with_its_line_at_the_start(tmp_path
 def test_a_run_says_what_prepare_raised(tmp_path, fault, reported):
     path = broken_task(tmp_path, fault)
     with pytest.raises(ConfigError, match=f"raised {reported}, at {path}:8"):
-        settle_environment(EnvConfig(name=str(path)))
+        resolve_environment(EnvConfig(name=str(path)))
 
 
 def test_a_disk_that_is_full_while_a_task_prepares_is_reported_as_such(tmp_path):
     path = broken_task(tmp_path, "exec(\"raise OSError(28, 'No space left', '/data')\")")
     with pytest.raises(DiskFull, match="/data"):
-        settle_environment(EnvConfig(name=str(path)))
+        resolve_environment(EnvConfig(name=str(path)))

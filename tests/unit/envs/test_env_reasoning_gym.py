@@ -12,7 +12,7 @@ from treadle.config.env import EnvConfig
 from treadle.envs.base import load_environment
 from treadle.envs.engine_client import Completion
 from treadle.envs.rewards import RewardInput, RewardPool
-from treadle.envs.scoring import Judge
+from treadle.envs.scoring import ScoreRules
 from treadle.envs.tasks.reasoning_gym import (
     KNOWN_BROKEN,
     NUM_HELD_OUT,
@@ -103,7 +103,7 @@ def test_in_the_workers_the_tasks_own_scorer_judges(task):
         async with RewardPool(num_workers=1, time_limit_s=30) as pool:
             texts = [env.gold_completion(item), "<answer>nonsense</answer>"]
             completions = [Completion([1], [-0.5], text, "stop", policy_version=0) for text in texts]
-            return await Judge(env, pool).scores(item, completions)
+            return await ScoreRules(env, pool).scores(item, completions)
 
     right, wrong = asyncio.run(run())
     assert (right.reward, right.is_right) == (1.0, True)

@@ -13,7 +13,7 @@ from treadle.envs.base import load_environment, stable_seed
 from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.hub_client import HubClient
-from treadle.envs.process import open_context
+from treadle.envs.main import open_context
 from treadle.envs.serving.runner import run
 from treadle.errors import ConfigError, HubError
 from treadle.net.client import RetryPolicy

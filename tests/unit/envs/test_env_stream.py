@@ -20,15 +20,15 @@ from treadle.envs.base import Environment, Item, Score, environment, load_enviro
 from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.hub_client import HubClient
-from treadle.envs.process import open_context
-from treadle.envs.serving.assignment import FlightLimit, choose_pace, room
-from treadle.envs.serving.report import EnvMonitor
+from treadle.envs.main import open_context
+from treadle.envs.serving.assignment import InFlightLimit, choose_pace, room
+from treadle.envs.serving.monitor import EnvMonitor
 from treadle.envs.serving.runner import run
 from treadle.envs.serving.stream_state import DifficultySelection, ItemCursor
 from treadle.errors import ConfigError, EngineError, HubError, ProcessDied, ScoringError
 from treadle.net.client import RetryPolicy
 from treadle.wire.generate import EngineHealth
-from treadle.wire.hub import EnvStanding
+from treadle.wire.hub import EnvState
 
 QUICK = RetryPolicy(give_up_after_s=5.0, first_pause_s=0.01, longest_pause_s=0.05)
 
@@ -369,7 +369,7 @@ def standing(**values):
         "trainer_waits": False,
         "share": 1.0,
     }
-    return EnvStanding(**{**given, **values})
+    return EnvState(**{**given, **values})
 
 
 @pytest.mark.parametrize(
@@ -389,13 +389,15 @@ def standing(**values):
 )
 def test_room_for_groups(now, spooled, flying, begin):
     asked = room(
-        now, max_age=1, group_sequences=8.0, num_spooled=spooled, num_in_flight=flying, limit=FlightLimit(0, 64)
+        now, max_age=1, group_sequences=8.0, num_spooled=spooled, num_in_flight=flying, limit=InFlightLimit(0, 64)
     )
     assert asked.num_groups == begin
 
 
 def test_groups_of_several_sequences_count_by_their_sequences():
-    asked = room(standing(), max_age=1, group_sequences=24.0, num_spooled=0, num_in_flight=0, limit=FlightLimit(0, 64))
+    asked = room(
+        standing(), max_age=1, group_sequences=24.0, num_spooled=0, num_in_flight=0, limit=InFlightLimit(0, 64)
+    )
     assert asked.num_groups == 6
 
 
@@ -411,7 +413,7 @@ def test_groups_of_several_sequences_count_by_their_sequences():
 )
 def test_groups_that_will_be_dropped_are_started_in_addition(max_age, kept_share, begin):
     asked = room(
-        standing(), max_age=max_age, group_sequences=8.0, num_spooled=0, num_in_flight=0, limit=FlightLimit(0, 64),
+        standing(), max_age=max_age, group_sequences=8.0, num_spooled=0, num_in_flight=0, limit=InFlightLimit(0, 64),
         kept_share=kept_share,
     )  # fmt: skip
     assert asked.num_groups == begin
@@ -419,7 +421,7 @@ def test_groups_that_will_be_dropped_are_started_in_addition(max_age, kept_share
 
 def test_a_share_of_kept_groups_near_zero_is_not_planned_with():
     asked = room(
-        standing(), max_age=1, group_sequences=8.0, num_spooled=0, num_in_flight=0, limit=FlightLimit(0, 1000),
+        standing(), max_age=1, group_sequences=8.0, num_spooled=0, num_in_flight=0, limit=InFlightLimit(0, 1000),
         kept_share=0.001,
     )  # fmt: skip
     assert 64 < asked.num_groups < 160
@@ -441,10 +443,10 @@ def test_the_room_names_what_limits_it():
         wanted = {"max_age": 1, "group_sequences": 8.0, "num_spooled": 0, "num_in_flight": 0}
         return room(standing(**values), limit=limit, **wanted).limited_by
 
-    assert limited_by(FlightLimit(0, 64)) == "max_age 1"
-    assert limited_by(FlightLimit(4, 64)) == "--env.max-num-workers 4"
-    assert limited_by(FlightLimit(0, 64), step=99) == "the end of the run"
-    assert limited_by(FlightLimit(0)) == "the first report of the engine"
+    assert limited_by(InFlightLimit(0, 64)) == "max_age 1"
+    assert limited_by(InFlightLimit(4, 64)) == "--env.max-num-workers 4"
+    assert limited_by(InFlightLimit(0, 64), step=99) == "the end of the run"
+    assert limited_by(InFlightLimit(0)) == "the first report of the engine"
     assert limited_by(filled(max_num_seqs=64, group_size=8)) == "the engine's maximum of 64 sequences"
 
 
@@ -463,7 +465,7 @@ def health(**values):
 
 def filled(max_num_seqs=1024, group_size=16, at_most=0):
     """A limit after the engine's first report."""
-    limit = FlightLimit(at_most)
+    limit = InFlightLimit(at_most)
     limit.update(health(max_num_seqs=max_num_seqs), group_size=group_size, num_in_flight=0)
     return limit
 
@@ -474,7 +476,7 @@ def updated(limit, num_in_flight, **values):
 
 
 def test_an_engine_of_unknown_size_gets_groups_until_they_wait():
-    limit = FlightLimit(at_most=40)
+    limit = InFlightLimit(at_most=40)
     limit.update(health(num_running=8), group_size=8, num_in_flight=7)
     assert limit.value == 8  # not used up yet
     for _ in range(10):
@@ -553,7 +555,7 @@ def test_the_busy_share_is_that_of_running_sequences():
 
 
 def test_the_speed_of_the_engine_is_an_average_of_the_last_seconds():
-    limit = FlightLimit(at_most=0)
+    limit = InFlightLimit(at_most=0)
     speeds = []
     for thousands, seconds in (
         (1, 1.0),

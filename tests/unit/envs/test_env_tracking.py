@@ -18,9 +18,9 @@ from treadle.envs.chat import Transcript
 from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.hub_client import HubClient
-from treadle.envs.process import open_context
+from treadle.envs.main import open_context
 from treadle.envs.rollout import Rollout
-from treadle.envs.serving.report import MAX_CELL_CHARS, STEPS_PER_TABLE, Tracking
+from treadle.envs.serving.monitor import MAX_CELL_CHARS, STEPS_PER_TABLE, Tracking
 from treadle.envs.serving.runner import run
 from treadle.track.files import read_steps
 from treadle.track.trackers import CompositeTracker, Table
@@ -28,7 +28,7 @@ from treadle.track.trackers import CompositeTracker, Table
 
 @pytest.fixture(autouse=True)
 def _short_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treadle.envs.serving.report.TABLE_ROWS", 3)
+    monkeypatch.setattr("treadle.envs.serving.monitor.TABLE_ROWS", 3)
 
 
 def add(prompt: str, request: Any) -> list[str]:

@@ -15,12 +15,12 @@ from treadle.envs.base import load_environment
 from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.hub_client import HubClient
-from treadle.envs.process import open_context
+from treadle.envs.main import open_context
 from treadle.envs.serving.runner import run
 from treadle.envs.serving.waves import PlannedWave, WaveSchedule
 from treadle.errors import ConfigError
 from treadle.net.client import RetryPolicy
-from treadle.wire.hub import EnvStanding
+from treadle.wire.hub import EnvState
 
 QUICK = RetryPolicy(give_up_after_s=5.0, first_pause_s=0.01, longest_pause_s=0.05)
 
@@ -164,7 +164,7 @@ def test_after_a_reset_a_batch_smaller_than_a_group_is_refused(tmp_path):
 
 def standing(**values):
     given = {"step": 4, "num_steps": 100, "batch_size": 64, "untrained_sequences": 0, "trainer_waits": False}
-    return EnvStanding(**{**given, "share": 1.0, **values})
+    return EnvState(**{**given, "share": 1.0, **values})
 
 
 def test_the_steps_that_a_resumed_trainer_repeats_need_no_waves():
@@ -231,8 +231,8 @@ class SimulatedRun:
         self.happened: list[str] = []
         self.count = self.start_env()
 
-    def standing(self) -> EnvStanding:
-        return EnvStanding(
+    def standing(self) -> EnvState:
+        return EnvState(
             step=self.step,
             num_steps=NUM_STEPS,
             batch_size=self.batch_size,

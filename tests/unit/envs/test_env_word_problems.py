@@ -12,7 +12,7 @@ from treadle.envs.base import Item, load_environment, prepare_task
 from treadle.envs.engine_client import Completion
 from treadle.envs.rewards import BoxedMath, RewardInput, RewardPool
 from treadle.envs.rows import RowError
-from treadle.envs.scoring import Judge
+from treadle.envs.scoring import ScoreRules
 from treadle.envs.tasks.datasets import gold_answer
 from treadle.errors import ConfigError, MissingExtra
 
@@ -111,7 +111,7 @@ def test_completions_are_scored_in_workers_and_counted_as_accuracy():
                 "\\boxed{-77}",
                 "",
             ]
-            return await Judge(env, pool).scores(item, [completion(text) for text in texts])
+            return await ScoreRules(env, pool).scores(item, [completion(text) for text in texts])
 
     scores = asyncio.run(score())
     assert [(score.reward, score.is_right) for score in scores] == [(1, True), (-1, False), (-1, False), (-1, False)]

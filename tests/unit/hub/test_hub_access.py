@@ -18,10 +18,10 @@ from treadle.config.schema import HubConfig
 from treadle.errors import ConfigError
 from treadle.hub.endpoint import access_of
 from treadle.net import access as net_access
-from treadle.net import tokens
+from treadle.net import access_tokens
 from treadle.net.access import ADMIN as ADMINS
-from treadle.net.access import CLIENTS, EVERYBODY, Guard, why_refused
-from treadle.net.tokens import CLIENT_ROLES, role_token
+from treadle.net.access import CLIENTS, EVERYBODY, AccessMiddleware, why_refused
+from treadle.net.access_tokens import CLIENT_ROLES, role_token
 
 TOKEN = "ordinary-token-0123456789"  # noqa: S105 - of a test
 ADMIN = "admin-token-0123456789-ab"
@@ -49,7 +49,7 @@ ROUTES = [Route(path, echo, methods=["GET", "POST"]) for path in ("/", "/batch",
 
 def client(env=(), peer=LOOPBACK, base="http://127.0.0.1:8000", **config):
     access = access_of(HubConfig(**config), dict(env))
-    app = Guard(Starlette(routes=ROUTES), access)
+    app = AccessMiddleware(Starlette(routes=ROUTES), access)
     return TestClient(app, base_url=base, client=(peer, 50000), follow_redirects=False)
 
 
@@ -395,7 +395,7 @@ async def status_of(headers):
         sent.append(message)
 
     scope = {"type": "http", "method": "GET", "path": "/batch", "headers": headers, "client": ("127.0.0.1", 1)}
-    await Guard(None, access_of(HubConfig(), {}))(scope, None, send)
+    await AccessMiddleware(None, access_of(HubConfig(), {}))(scope, None, send)
     return sent[0]["status"]
 
 
@@ -412,8 +412,8 @@ def test_websockets_are_closed_and_lifespan_passes():
         sent.append(message)
 
     async def both():
-        await Guard(app, access_of(HubConfig(), {}))({"type": "websocket", "headers": []}, receive, send)
-        await Guard(app, access_of(HubConfig(), {}))({"type": "lifespan"}, receive, send)
+        await AccessMiddleware(app, access_of(HubConfig(), {}))({"type": "websocket", "headers": []}, receive, send)
+        await AccessMiddleware(app, access_of(HubConfig(), {}))({"type": "lifespan"}, receive, send)
 
     asyncio.run(both())
     assert reached == ["lifespan"]
@@ -456,14 +456,14 @@ def test_a_token_file_is_made_once_for_its_owner_only(token_file, caplog):
 
 
 def test_processes_that_start_at_once_get_one_token(token_file, monkeypatch):
-    make, started = tokens.secrets.token_urlsafe, []
+    make, started = access_tokens.secrets.token_urlsafe, []
 
     def make_while_another_starts(size):
-        monkeypatch.setattr(tokens.secrets, "token_urlsafe", make)
+        monkeypatch.setattr(access_tokens.secrets, "token_urlsafe", make)
         started.append(of_file(token_file))
         return make(size)
 
-    monkeypatch.setattr(tokens.secrets, "token_urlsafe", make_while_another_starts)
+    monkeypatch.setattr(access_tokens.secrets, "token_urlsafe", make_while_another_starts)
     started.append(of_file(token_file))
     assert started == [of_file(token_file)] * 2
     assert list(token_file.parent.iterdir()) == [token_file]

@@ -7,11 +7,11 @@ from itertools import combinations
 import pytest
 
 from treadle.hub.batching import plan
-from treadle.store import Lane, Waiting
+from treadle.store import EnvQueue, Waiting
 
 
 def choose(waiting: list[Waiting], size: int) -> list[int] | None:
-    return plan([Lane(None, [group for group in waiting if group.size <= size])], size).ids
+    return plan([EnvQueue(None, [group for group in waiting if group.size <= size])], size).ids
 
 
 def line(*sizes: int) -> list[Waiting]:
@@ -111,4 +111,4 @@ def test_a_batch_size_beyond_all_reason_costs_nothing():
     ],
 )
 def test_the_reason_for_no_batch_is_a_sentence(sizes, reason):
-    assert plan([Lane(None, line(*sizes))], 64).reason == reason
+    assert plan([EnvQueue(None, line(*sizes))], 64).reason == reason

@@ -13,7 +13,7 @@ from treadle.hub import metrics
 from treadle.hub.endpoint import access_of
 from treadle.hub.process import app_of
 from treadle.hub.state import HubState
-from treadle.net.exposition import CONTENT_TYPE, Histogram, Page
+from treadle.net.prometheus_text import CONTENT_TYPE, Histogram, Page
 from treadle.store import Store
 from treadle.wire.groups import BINARY_TYPE, ScoredGroup, join_groups, pack_group
 

@@ -16,7 +16,7 @@ from treadle.hub.process import app_of
 from treadle.hub.state import HubState
 from treadle.store import Store, groups
 from treadle.wire.groups import BINARY_TYPE, LeaseAnswer, ScoredGroup
-from treadle.wire.hub import EnvStanding, HubStatus
+from treadle.wire.hub import EnvState, HubStatus
 
 
 @contextlib.asynccontextmanager
@@ -142,7 +142,7 @@ def test_status_adds_up(client, calls, clock):
 
 
 def standing_of(client, env_id):
-    return msgspec.json.decode(client.get(f"/v1/envs/{env_id}").content, type=EnvStanding)
+    return msgspec.json.decode(client.get(f"/v1/envs/{env_id}").content, type=EnvState)
 
 
 def test_an_environment_learns_how_much_of_its_own_is_not_trained_yet(client, calls, clock):

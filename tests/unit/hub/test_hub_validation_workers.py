@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-from treadle.hub.admission import ValidationRequest
+from treadle.hub.group_validation import ValidationRequest
 from treadle.hub.messages import GroupRules, Refused
 from treadle.hub.validation_workers import INLINE_BYTES, REQUESTS_PER_WORKER, ValidationWorkers, _Worker
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.launch.plan import ProcessSpec
+from treadle.launch.process_plan import ProcessSpec
 
 SpecMaker = Callable[..., ProcessSpec]
 

@@ -28,9 +28,9 @@ from treadle.launch import folder as run_folders
 from treadle.launch.attachment import attach, choose_model, merge_addresses, settle_engine, unused_settings
 from treadle.launch.job import RunSession, _start_phase, start_run
 from treadle.launch.monitor import SILENT_S, RunMonitor
-from treadle.launch.plan import NO_TOKENS, RunPlan, RunTokens, build_plan, server_addresses
 from treadle.launch.preflight import read_tokens
-from treadle.net.tokens import role_token
+from treadle.launch.process_plan import NO_TOKENS, AccessTokens, RunPlan, build_plan, server_addresses
+from treadle.net.access_tokens import role_token
 from treadle.report.history import reader_of
 from treadle.wire.bridge import BridgeInfo
 from treadle.wire.hub import RegisterTrainer
@@ -56,7 +56,7 @@ def settled(flags: dict[str, object], **info: object) -> tuple[RunConfig, tuple[
     return run, notes
 
 
-def plan_of(flags: dict[str, object], tokens: RunTokens = NO_TOKENS) -> RunPlan:
+def plan_of(flags: dict[str, object], tokens: AccessTokens = NO_TOKENS) -> RunPlan:
     config = attached(flags)
     facts = replace(FACTS, ports={name: port for name, (_, port) in server_addresses(config).items()})
     return build_plan(
@@ -140,14 +140,14 @@ def test_settings_of_an_attached_server_are_named_as_without_effect() -> None:
 
 
 def test_processes_get_the_tokens_of_their_roles_at_attached_servers() -> None:
-    plan = plan_of({"hub_url": HUB, "engine_url": ENGINE}, RunTokens(hub=SECRET, engine=SECRET))
+    plan = plan_of({"hub_url": HUB, "engine_url": ENGINE}, AccessTokens(hub=SECRET, engine=SECRET))
     variables = ("TREADLE_HUB_TOKEN", "TREADLE_ENGINE_TOKEN")
     assert {spec.name: [spec.env[variable] for variable in variables] for spec in plan.processes} == {
         "env": [role_token(SECRET, "environment")] * 2,
         "trainer": [role_token(SECRET, "trainer")] * 2,
     }
     assert plan.watch_url == f"{HUB}/t/{role_token(SECRET, 'observer')}"
-    also_in_url = plan_of({"hub_url": f"{HUB}/t/{SECRET}"}, RunTokens(hub=SECRET))
+    also_in_url = plan_of({"hub_url": f"{HUB}/t/{SECRET}"}, AccessTokens(hub=SECRET))
     assert also_in_url.watch_url == plan.watch_url
 
 
@@ -274,7 +274,7 @@ def test_a_hub_that_runs_is_asked_with_its_token_and_refused_when_used(tmp_path:
         with pytest.raises(ConfigError, match="asks for its token") as refused:
             attach(config, frozenset(), NO_TOKENS, say_nothing)
         assert "TREADLE_HUB_TOKEN" in refused.value.fix
-        tokens = RunTokens(hub=SECRET)
+        tokens = AccessTokens(hub=SECRET)
         assert attach(config, frozenset(), tokens, say_nothing).config == config
         with pytest.raises(ConfigError, match=r"has taken 3 steps, and the hub .* has no group of it"):
             attach(config, frozenset(), tokens, say_nothing, last_step=3)

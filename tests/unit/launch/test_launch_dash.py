@@ -18,11 +18,11 @@ from treadle.config.load import with_values
 from treadle.config.schema import HubConfig
 from treadle.errors import ConfigError
 from treadle.launch import folder as run_folders
-from treadle.launch.dash import RunList, show_page
-from treadle.launch.run_hubs import recorded_hub
+from treadle.launch.dash_command import RunList, show_page
+from treadle.launch.hubs_of_runs import recorded_hub
 from treadle.launch.supervisor import StopRequest, Supervisor
+from treadle.net.access_tokens import HUB_TOKEN_VARIABLE, role_token
 from treadle.net.probe import answers_ok, get
-from treadle.net.tokens import HUB_TOKEN_VARIABLE, role_token
 from treadle.store import Store
 
 

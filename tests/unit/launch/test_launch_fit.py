@@ -13,7 +13,7 @@ from treadle.budget import command
 from treadle.budget.command import _value_before
 from treadle.config import RunConfig, load_run
 from treadle.launch.folder import newest_run
-from treadle.launch.plan import RunPlan
+from treadle.launch.process_plan import RunPlan
 
 BASE = ("run", "--plain", "--output", "runs")
 

@@ -23,11 +23,11 @@ from treadle.envs.base import load_environment
 from treadle.errors import ConfigError, DiskFull, ModelError, ProcessDied, UserError
 from treadle.launch import folder as run_folders
 from treadle.launch import resume
-from treadle.launch.chat import find_model
+from treadle.launch.chat_command import find_model
 from treadle.launch.job import RunSession, start_run
 from treadle.launch.monitor import MemorySampler, resident_bytes
-from treadle.launch.plan import RunPlan
-from treadle.launch.preflight import check_one_model, settle_environment
+from treadle.launch.preflight import check_one_model, resolve_environment
+from treadle.launch.process_plan import RunPlan
 from treadle.report.history import History, reader_of
 from treadle.report.summary import Outcome, save_summary, summarize
 
@@ -306,7 +306,7 @@ def test_an_agents_command_reaches_the_environment_process(tmp_path: Path) -> No
     args = {"command": "python agent.py", "time_limit_s": 5.0, "rewards": ["exact_match"]}
     asked = {"env.name": "agent", "env.data": str(tmp_path / "rows.jsonl"), "env.args": json.dumps(args)}
     config = load_run(None, asked)
-    settled = config.model_copy(update={"env": settle_environment(config.env)})
+    settled = config.model_copy(update={"env": resolve_environment(config.env)})
     save_run(settled, tmp_path / "config.json")
     env = load_run(tmp_path / "config.json").env  # as `treadle env agent serve --config` reads it
     assert env.args == args | {"working_dir": str(Path.cwd())}

@@ -18,7 +18,7 @@ from tests.e2e.processes import free_port
 from treadle.errors import RunStalled
 from treadle.launch.monitor import RATE_WINDOW_S, RunMonitor
 from treadle.watch.stacks import SIGNAL
-from treadle.wire.hub import Processes, ProcessReport, ProcessStanding, WaitReport
+from treadle.wire.hub import LastReport, Processes, ProcessReport, WaitReport
 
 BATCH = WaitReport(what="the batch of step 3", seconds=41.6, of="env")
 
@@ -46,7 +46,7 @@ class HubDouble:
     """Answers GET /v1/processes with what it is given."""
 
     def __init__(self) -> None:
-        self.standings: list[ProcessStanding] = []
+        self.standings: list[LastReport] = []
         self.status = 200
         double = self
 
@@ -66,7 +66,7 @@ class HubDouble:
     def report(self, kind: str = "trainer", heard_s: float = 0.0, **more: object) -> None:
         report = ProcessReport(**{"kind": kind, "name": kind, "machine": "m", "pid": 7, **more})  # type: ignore[arg-type]
         self.standings = [*(s for s in self.standings if s.report.kind != kind)]
-        self.standings.append(ProcessStanding(report=report, heard_s=heard_s))
+        self.standings.append(LastReport(report=report, heard_s=heard_s))
 
     def close(self) -> None:
         self._server.shutdown()

@@ -11,8 +11,8 @@ from treadle.config.load import explicit_keys
 from treadle.config.train import FLOAT32_LR
 from treadle.errors import ConfigError
 from treadle.launch.machine import MachineFacts
-from treadle.launch.plan import NO_TOKENS, RunPlan, RunTokens, build_plan
-from treadle.net.tokens import CLIENT_ROLES, role_token
+from treadle.launch.process_plan import NO_TOKENS, AccessTokens, RunPlan, build_plan
+from treadle.net.access_tokens import CLIENT_ROLES, role_token
 
 RUN = Path("/data/runs/20260102-030405-arithmetic-addition")
 FACTS = MachineFacts(
@@ -25,7 +25,7 @@ FACTS = MachineFacts(
 )
 
 
-def plan_for(flags: dict[str, object] | None = None, tokens: RunTokens = NO_TOKENS, **facts: object) -> RunPlan:
+def plan_for(flags: dict[str, object] | None = None, tokens: AccessTokens = NO_TOKENS, **facts: object) -> RunPlan:
     known = MachineFacts(**{**vars(FACTS), **facts})  # type: ignore[arg-type]
     return build_plan(
         load_run(None, flags or {}), known, run_folder=RUN, model_folder="/cache/smol", is_model_local=True,
@@ -217,7 +217,7 @@ SECRETS = ("hub-secret-0123456789", "admin-secret-0123456789", "engine-secret-01
 def test_each_process_gets_the_tokens_of_its_role_and_no_other() -> None:
     variables = ("TREADLE_HUB_TOKEN", "TREADLE_HUB_ADMIN_TOKEN", "TREADLE_ENGINE_TOKEN")
     inherited = dict(zip(variables, SECRETS, strict=True))
-    plan = plan_for(tokens=RunTokens(*SECRETS), environment=inherited)
+    plan = plan_for(tokens=AccessTokens(*SECRETS), environment=inherited)
     hub, admin, engine = SECRETS
     assert {spec.name: tuple(spec.env.get(variable) for variable in variables) for spec in plan.processes} == {
         "hub": (hub, admin, role_token(engine, "observer")),

@@ -17,7 +17,7 @@ from treadle.config import load_run, save_run
 from treadle.errors import ConfigError, MissingExtra, ModelError, PortInUse, SeveralProblems, UserError
 from treadle.launch import resume, start
 from treadle.launch.matrix import load_settings, start_matrix
-from treadle.launch.preflight import settle_environment
+from treadle.launch.preflight import resolve_environment
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_a_damaged_model_folder_is_found_before_a_start(tmp_path: Path) -> None:
 
 def test_a_resumed_run_is_checked_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_run(tmp_path)
-    save_run(config.model_copy(update={"env": settle_environment(config.env)}), tmp_path / "config.json")
+    save_run(config.model_copy(update={"env": resolve_environment(config.env)}), tmp_path / "config.json")
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     before = psutil.Process().children()
     with pytest.raises(SeveralProblems) as caught:

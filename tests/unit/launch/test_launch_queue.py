@@ -13,7 +13,7 @@ from tests.written_run import step_values, write_run
 from treadle.config import RunConfig, load_run, save_run
 from treadle.errors import ConfigError, ProcessDied
 from treadle.launch import job, resume
-from treadle.launch.plan import RunPlan
+from treadle.launch.process_plan import RunPlan
 from treadle.report.history import History, reader_of
 from treadle.report.summary import Outcome, Summary, summarize
 from treadle.store import Store

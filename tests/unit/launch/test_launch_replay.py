@@ -15,7 +15,7 @@ from treadle.errors import ConfigError
 from treadle.launch.folder import check_checkpoints, newest_run
 from treadle.launch.job import RunSession, start_run
 from treadle.launch.machine import held_ports, port_of
-from treadle.launch.plan import RunPlan
+from treadle.launch.process_plan import RunPlan
 
 DERIVED = (  # what holds for one run only, by section
     ("hub", "database"), ("hub", "run_folder"), ("hub", "port"), ("engine", "port"), ("engine", "hub_url"),

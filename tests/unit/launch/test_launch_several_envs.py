@@ -16,10 +16,10 @@ from treadle.config import RunConfig, load_run
 from treadle.config.load import explicit_keys
 from treadle.dash.run_folder import RunFolder
 from treadle.dash.status import result_in_words
-from treadle.launch.plan import RunPlan, RunTokens, build_plan, shares_of
 from treadle.launch.preflight import run_label
+from treadle.launch.process_plan import AccessTokens, RunPlan, build_plan, shares_of
 from treadle.launch.view import PlainView, ViewState, current_phase, draw
-from treadle.net.tokens import HUB_TOKEN_VARIABLE, role_token
+from treadle.net.access_tokens import HUB_TOKEN_VARIABLE, role_token
 from treadle.report.history import reader_of
 from treadle.report.page import render_report
 from treadle.report.summary import Outcome, print_report, read_record, summarize
@@ -31,7 +31,7 @@ def plan_for(flags: dict[str, object]) -> RunPlan:
     config = load_run(None, flags)
     return build_plan(
         config, FACTS, run_folder=RUN, model_folder="/m", is_model_local=True, explicit=explicit_keys(config),
-        tokens=RunTokens(hub="h" * 32),
+        tokens=AccessTokens(hub="h" * 32),
     )  # fmt: skip
 
 

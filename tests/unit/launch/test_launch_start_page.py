@@ -20,10 +20,10 @@ from treadle.config import load_run, save_run
 from treadle.dash.web import HEADERS, PageError
 from treadle.errors import ConfigError
 from treadle.launch import folder as run_folders
-from treadle.launch import run_hubs
-from treadle.launch.dash import RunList, open_start_page
-from treadle.launch.run_hubs import ChildHub, RunHubs, is_on_loopback, origin_of
-from treadle.net.tokens import HUB_TOKEN_VARIABLE, role_token
+from treadle.launch import hubs_of_runs
+from treadle.launch.dash_command import RunList, open_start_page
+from treadle.launch.hubs_of_runs import ChildHub, RunHubs, is_on_loopback, origin_of
+from treadle.net.access_tokens import HUB_TOKEN_VARIABLE, role_token
 from treadle.store import Store
 
 SECRET = "a-token-of-more-than-sixteen"  # noqa: S105
@@ -188,7 +188,7 @@ def test_the_queue_is_released_when_nobody_looks_at_the_run(tmp_path: Path) -> N
 
 
 def test_the_run_that_was_used_longest_ago_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_hubs, "MAX_HUBS", 2)
+    monkeypatch.setattr(hubs_of_runs, "MAX_HUBS", 2)
     folders = [write_run(tmp_path, f"20260101-00000{number}-a") for number in range(3)]
     hubs = RunHubs()
 
@@ -214,7 +214,7 @@ def test_the_run_that_was_used_longest_ago_gives_way(tmp_path: Path, monkeypatch
 
 
 def test_a_page_keeps_its_hub_until_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_hubs, "MAX_HUBS", 1)
+    monkeypatch.setattr(hubs_of_runs, "MAX_HUBS", 1)
     first, second = (write_run(tmp_path, f"20260101-00000{number}-a").name for number in range(2))
     with open_start_page(tmp_path) as app, listening(app) as url:
         with httpx.stream("GET", f"{url}/runs/{first}/v1/events", timeout=30) as events:

@@ -19,7 +19,7 @@ from treadle.config import load_run, save_run
 from treadle.config.load import with_values
 from treadle.errors import ConfigError
 from treadle.launch.folder import locked
-from treadle.launch.plan import CONFIG_FILE
+from treadle.launch.process_plan import CONFIG_FILE
 from treadle.launch.top import find_run
 from treadle.report.summary import Outcome, save_summary, summarize
 

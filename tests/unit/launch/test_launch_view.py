@@ -17,7 +17,7 @@ from treadle.launch.monitor import RunStatus
 from treadle.launch.view import LiveView, PlainView, RunPage, Screen, ViewState, current_phase, draw, time_left_s
 from treadle.report.history import History, HistoryReader
 from treadle.track.files import HEALTH_FILE, HealthFile
-from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport, WorkReport
+from treadle.wire.hub import LastReport, ProcessReport, WaitReport, WorkReport
 
 
 def state_of(folder: Path, num_steps: int) -> ViewState:
@@ -281,9 +281,9 @@ def test_an_alarm_is_said_once_in_a_plain_view_and_stands_in_the_panel(tmp_path:
 
 
 def test_the_panel_shows_each_process_with_what_it_does_or_waits_for(tmp_path: Path) -> None:
-    def standing(kind: str, heard_s: float = 0.0, **more: object) -> ProcessStanding:
+    def standing(kind: str, heard_s: float = 0.0, **more: object) -> LastReport:
         report = ProcessReport(kind=kind, name=kind, machine="m", pid=7, **more)  # type: ignore[arg-type]
-        return ProcessStanding(report=report, heard_s=heard_s)
+        return LastReport(report=report, heard_s=heard_s)
 
     state = state_of(tmp_path, 25)
     state.status = RunStatus(
@@ -325,7 +325,7 @@ def test_the_panel_colours_only_waits_past_half_of_their_deadline(seconds: float
         is_late=is_late,
     )
     report = ProcessReport(kind="trainer", name="trainer", machine="m", pid=7, waits=[wait])
-    status = RunStatus(standings=(ProcessStanding(report=report, heard_s=0.0),))
+    status = RunStatus(standings=(LastReport(report=report, heard_s=0.0),))
     console = Console(file=io.StringIO(), record=True, width=120, force_terminal=True)
     console.print(draw(ViewState(load_run(None, {"steps": 50}), "run", status=status)))
     text = console.export_text(styles=True)

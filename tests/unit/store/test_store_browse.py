@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from treadle.store import LeaseTerms, Limits, NewGroup, Post, Store, runs
-from treadle.store.browse import Browser, Wanted
+from treadle.store.browse import Browser, GroupFilter
 from treadle.wire.groups import ATROPOS_KEYS, ScoredGroup, from_stored, pack_group
 from treadle.wire.hub import RegisterTrainer
 
@@ -52,7 +52,7 @@ def learn_all(browser: Browser) -> None:
 
 
 def ids(browser: Browser, **wanted) -> list[int]:
-    return [group.id for group in browser.find(Wanted(**wanted), 100)]
+    return [group.id for group in browser.find(GroupFilter(**wanted), 100)]
 
 
 def test_groups_are_found_by_score_and_length_in_both_forms(store: Store, browser: Browser):
@@ -63,7 +63,7 @@ def test_groups_are_found_by_score_and_length_in_both_forms(store: Store, browse
     assert ids(browser, score_from=0.4, score_to=0.6) == [2]
     assert ids(browser, length_from=9) == [3, 2]
     assert ids(browser, length_to=3) == [1]
-    (found,) = browser.find(Wanted(score_to=0.0), 10)
+    (found,) = browser.find(GroupFilter(score_to=0.0), 10)
     assert (found.prompt, found.shortest, found.longest) == ("say 0.0", 3, 3)
 
 
@@ -77,7 +77,7 @@ def test_groups_are_found_by_step_and_state(store: Store, browser: Browser, term
     assert ids(browser, step=1) == [2, 1]
     assert ids(browser, state="trained") == [2, 1]
     assert ids(browser, state="queued") == [5]
-    assert [group.step for group in browser.find(Wanted(), 10)] == [None, 2, 2, 1, 1]
+    assert [group.step for group in browser.find(GroupFilter(), 10)] == [None, 2, 2, 1, 1]
 
 
 def test_what_comes_later_is_learned_first_and_paging_reaches_everything(store: Store, browser: Browser):
@@ -89,7 +89,7 @@ def test_what_comes_later_is_learned_first_and_paging_reaches_everything(store: 
     assert ids(browser, score_from=99.0) == [11]
     learn_all(browser)
     assert browser.reach().num_known == 11
-    first = browser.find(Wanted(), 6)
+    first = browser.find(GroupFilter(), 6)
     assert [group.id for group in first] + ids(browser, before=first[-1].id) == list(range(11, 0, -1))
 
 
@@ -148,4 +148,4 @@ def test_content_that_rotted_or_is_gone_is_not_shown(store: Store, browser: Brow
     other.close()
     assert set(browser.contents([1, 2, 77])) == {2}
     learn_all(browser)
-    assert [group.score for group in browser.find(Wanted(), 10)] == [0.5, None]
+    assert [group.score for group in browser.find(GroupFilter(), 10)] == [0.5, None]

@@ -59,7 +59,7 @@ def test_weight_credit_is_kept_between_batches_and_cleared_by_a_reset(store, tra
     taken = [store.take(terms).result().group_ids.strip("[]").split(",") for _ in range(10)]
     assert sum(int(group_id) > 40 for ids in taken for group_id in ids) == 30
     with sqlite3.connect(store.path) as db:
-        tags = dict(db.execute("SELECT env, tag FROM lanes"))
+        tags = dict(db.execute("SELECT env, tag FROM env_queues"))
     assert set(tags) == {"0", "1"}
     assert min(tags.values()) == 0.0
     assert max(tags.values()) < 4

@@ -10,7 +10,7 @@ import pytest
 
 from treadle.errors import ConfigError, DiskFull
 from treadle.store import KeyReused, Limits, NewGroup, Post, QueueFull, StorageFailed, Store, batches, groups, runs
-from treadle.store.database import GroupCommitWriter
+from treadle.store.database import CommitThread
 from treadle.watch.waits import Waits
 from treadle.wire.hub import RegisterEnv
 
@@ -113,7 +113,7 @@ def test_posts_that_wait_together_share_one_commit(store):
 def test_a_refused_job_undoes_only_itself(tmp_path: Path):
     db = sqlite3.connect(tmp_path / "x.sqlite", isolation_level=None, check_same_thread=False)
     db.execute("CREATE TABLE t (x)")
-    writer = GroupCommitWriter(db, Waits(), look=lambda: "", on_failure=lambda: None)
+    writer = CommitThread(db, Waits(), look=lambda: "", on_failure=lambda: None)
     gate = threading.Event()
 
     def spoil(connection: sqlite3.Connection) -> None:

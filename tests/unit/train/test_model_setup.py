@@ -15,7 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 from tests.tiny_model import write_tiny_model
 from treadle.errors import ConfigError, ModelError
 from treadle.train import model_setup
-from treadle.train.model_setup import choose_trainable, layer_number, make_lean
+from treadle.train.model_setup import choose_trainable, layer_number, use_recomputing_modules
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_lean_modules_compute_the_same_and_keep_less(module, dtype):
         for parameter in plain.parameters():
             parameter.copy_(torch.randn_like(parameter))
     lean = copy.deepcopy(plain)
-    make_lean(lean)
+    use_recomputing_modules(lean)
     x = torch.randn(2, 30, 48).to(dtype)
     upstream = torch.randn(2, 30, 48).to(dtype)
     results = []
@@ -139,7 +139,7 @@ class GeluMLP(LlamaMLP):
 def test_a_norm_is_recomputed_by_what_it_computes_others_are_named(caplog):
     own, odd, gelu = RenamedNorm(48), ShiftedNorm(48), GeluMLP(LlamaConfig(**SIZES))
     with caplog.at_level(logging.INFO, "treadle.trainer"):
-        make_lean(torch.nn.ModuleList([own, odd, gelu]))
+        use_recomputing_modules(torch.nn.ModuleList([own, odd, gelu]))
     assert ["forward" in vars(module) for module in (own, odd, gelu)] == [True, False, False]
     (record,) = caplog.records
     assert record.treadle_fields["modules"] == "GeluMLP, ShiftedNorm"

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from treadle.watch.describe import describe_now, is_long, shortened
-from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport, WorkReport
+from treadle.wire.hub import LastReport, ProcessReport, WaitReport, WorkReport
 
 
-def standing(kind: str, *waits: WaitReport, work: WorkReport | None = None) -> ProcessStanding:
+def standing(kind: str, *waits: WaitReport, work: WorkReport | None = None) -> LastReport:
     report = ProcessReport(kind=kind, name=kind, machine="m", pid=7, waits=list(waits), work=work)  # type: ignore[arg-type]
-    return ProcessStanding(report=report, heard_s=0.0)
+    return LastReport(report=report, heard_s=0.0)
 
 
 @pytest.mark.parametrize(

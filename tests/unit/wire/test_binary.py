@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treadle.hub.admission import ValidationRequest, admit
+from treadle.hub.group_validation import ValidationRequest, admit
 from treadle.hub.messages import GroupRules, Refused
 from treadle.hub.own_routes import lease_binary
 from treadle.store import Batch, StoredGroup

@@ -20,8 +20,8 @@ from treadle.engines.api.generate import generate_routes
 from treadle.engines.api.openai import openai_routes
 from treadle.engines.api.weights import AdapterRoutes, BridgeRoutes
 from treadle.engines.interface import InferenceEngine, ServingStatus
-from treadle.net.access import Access, AccessRules, Guard
-from treadle.net.exposition import CONTENT_TYPE, Page
+from treadle.net.access import Access, AccessMiddleware, AccessRules
+from treadle.net.prometheus_text import CONTENT_TYPE, Page
 from treadle.net.server import json_answer
 from treadle.wire.bridge import TOKEN_VARIABLE
 
@@ -65,7 +65,7 @@ def create_app(
     *,
     lifespan: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
     bridge_file: Path | None = None,
-) -> Guard:
+) -> AccessMiddleware:
     """`lifespan` surrounds the time in which the application serves; `bridge_file` exists during that time."""
 
     @contextlib.asynccontextmanager
@@ -106,4 +106,6 @@ def create_app(
         route("/metrics", metrics, context.stats),
         route("/bridge/list_endpoints", list_endpoints, context.stats),
     ]
-    return Guard(Starlette(routes=routes, exception_handlers={HTTPException: no_route}, lifespan=app_lifespan), access)
+    return AccessMiddleware(
+        Starlette(routes=routes, exception_handlers={HTTPException: no_route}, lifespan=app_lifespan), access
+    )

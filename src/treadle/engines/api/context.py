@@ -33,9 +33,9 @@ from treadle.engines.model_folder import ADAPTER_FILES
 from treadle.errors import EngineError, RequestError, TreadleError, UserError
 from treadle.log import get_logger
 from treadle.net.access import EVERYBODY, why_refused
-from treadle.net.exposition import Histogram
+from treadle.net.access_tokens import Role
+from treadle.net.prometheus_text import Histogram
 from treadle.net.server import json_answer, read_json
-from treadle.net.tokens import Role
 from treadle.sync.gate import PUBLISHER_HEADER, Publisher
 from treadle.sync.layout import Layout
 from treadle.sync.shared_memory import remove_bridge_file, write_bridge_file

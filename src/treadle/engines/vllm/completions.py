@@ -39,6 +39,22 @@ class VllmLoad(msgspec.Struct):
     num_waiting: int | None = None
     kv_cache_usage: float = 0.0
 
+    def count_sequences(self, num_in_vllm: int, max_num_seqs: int) -> tuple[int, int]:
+        """Running and waiting sequences: vLLM's own numbers, or estimates if it reports none.
+
+        vLLM knows what its KV cache has no room for, and which completions of a request have finished. Its numbers are
+        from its last step: they are limited to `num_in_vllm`, and zeros are ignored while it has requests.
+
+        >>> VllmLoad(num_running=12, num_waiting=20).count_sequences(40, 32)
+        (12, 20)
+        >>> VllmLoad().count_sequences(40, 32), VllmLoad(num_running=12, num_waiting=20).count_sequences(0, 32)
+        ((32, 8), (0, 0))
+        """
+        if self.num_running or self.num_waiting:
+            return min(self.num_running or 0, num_in_vllm), min(self.num_waiting or 0, num_in_vllm)
+        num_running = min(num_in_vllm, max_num_seqs)
+        return num_running, num_in_vllm - num_running
+
 
 class VllmChoice(msgspec.Struct, omit_defaults=True):
     """One completion of a VllmOutput."""

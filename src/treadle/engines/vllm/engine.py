@@ -1,13 +1,12 @@
 """Implement the engine interface on top of vLLM's server.
 
-    requests ──> RequestGate ──(open: not held, not restarting)──> vLLM
-    hold() closes the gate, and vLLM freezes, finishes or aborts running requests; release(version) resumes both.
+    requests ──> RequestBarrier ──(open: not held, not restarting)──> vLLM
+    hold() closes the barrier, and vLLM freezes, finishes or aborts running requests; release(version) resumes both.
 
-While weights change, requests wait at the gate and not in vLLM. So each is sent under the version it is sampled under,
+While weights change, requests wait at the barrier, not in vLLM. So each is sent under the version it is sampled under,
 and vLLM's prefix cache, which `cache_salt` separates by version, never gives it keys and values of another version.
 
-A wave (Request.wave) asks for the same bits for the same seed. vLLM's results depend on the composition of each batch,
-which the order of arrival cannot fix, so requests of a wave are treated like all others.
+Requests of a wave (Request.wave) are treated like all others: vLLM's results depend on the composition of each batch.
 """
 
 from __future__ import annotations
@@ -34,14 +33,6 @@ from treadle.engines.interface import (
 from treadle.engines.model_folder import absolute
 from treadle.engines.tokenizer import ModelTokenizer
 from treadle.engines.vllm.adapters import AdapterLoader, AdapterValidator
-from treadle.engines.vllm.admission import (
-    Admission,
-    ChangeQueue,
-    RequestCounters,
-    RequestGate,
-    count_sequences,
-    log_failure,
-)
 from treadle.engines.vllm.client import VllmClient, WeightTransfer, common_answer
 from treadle.engines.vllm.command import MODEL_NAME
 from treadle.engines.vllm.completions import (
@@ -52,6 +43,7 @@ from treadle.engines.vllm.completions import (
     to_deltas,
     to_result,
 )
+from treadle.engines.vllm.request_flow import Admission, ChangeQueue, RequestBarrier, RequestCounters, log_failure
 from treadle.engines.vllm.server_process import START_TIMEOUT_S, ServerProcess
 from treadle.errors import EngineError, RequestError, UserError
 from treadle.log import get_logger
@@ -99,7 +91,7 @@ class VllmEngine:
         self._is_closed = False
         self.tokenizer = tokenizer
         self._counters = RequestCounters()
-        self._request_gate = RequestGate(self._counters, self._check_alive)
+        self._request_barrier = RequestBarrier(self._counters, self._check_alive)
 
     @property
     def facts(self) -> EngineFacts:
@@ -113,15 +105,15 @@ class VllmEngine:
 
     async def status(self) -> ServingStatus:
         load = VllmLoad() if self._is_restarting else await self._client.load()
-        num_running, num_waiting = count_sequences(self._counters.num_in_vllm, self._facts.max_num_seqs, load)
+        num_running, num_waiting = load.count_sequences(self._counters.num_in_vllm, self._facts.max_num_seqs)
         return ServingStatus(
             policy_version=self.policy_version,
-            is_held=not self._request_gate.is_open,
+            is_held=not self._request_barrier.is_open,
             num_running=num_running,
             num_waiting=num_waiting + self._counters.num_waiting,
             generated_tokens=self._counters.tokens,
             generating_s=self._counters.seconds(),
-            num_moves=self._counters.tokens,
+            progress_count=self._counters.tokens,
             kv_cache_usage=load.kv_cache_usage,
             failure=None if self._is_restarting else self._transfer.damage or load.failure,
         )
@@ -177,8 +169,7 @@ class VllmEngine:
         return msgspec.convert(found, dict[str, str])
 
     async def reload(self, folder: Path, policy_version: int | None) -> float:
-        folder = absolute(folder)
-        if not any(folder.glob("*.safetensors")):
+        if not any((folder := absolute(folder)).glob("*.safetensors")):
             raise RequestError(f"{folder} holds no *.safetensors weights", fix="give the folder of a saved model")
         return await self._changes.run(lambda: self._reload(folder, policy_version))
 
@@ -233,7 +224,7 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _admit(self, request: Request) -> AsyncIterator[Admission]:
-        await self._request_gate.wait(num_samples(request))
+        await self._request_barrier.wait(num_samples(request))
         self._check_open()
         borrowed = self._adapters.registry.acquire(request.adapter)
         adapter, model = borrowed if borrowed is not None else (None, MODEL_NAME)
@@ -247,7 +238,7 @@ class VllmEngine:
                 self._changes.begin(self._unload_unused).add_done_callback(log_failure)
 
     def _check_held(self) -> None:
-        if self._request_gate.is_open:
+        if self._request_barrier.is_open:
             raise EngineError("weights may change only while the engine is held", fix="POST /bridge/pause first")
 
     def _check_alive(self) -> None:
@@ -266,10 +257,10 @@ class VllmEngine:
         )
 
     async def _hold(self, mode: HoldMode, timeout_s: float) -> None:
-        was_open = self._request_gate.is_open
+        was_open = self._request_barrier.is_open
         if not was_open and mode == "wait" and self._counters.num_in_vllm:
             raise EngineError("requests are frozen and cannot finish", fix="POST /bridge/resume first")
-        self._request_gate.close()
+        self._request_barrier.close()
         try:
             if mode == "wait" and not await self._counters.wait_until_idle(timeout_s):
                 raise EngineError(
@@ -281,7 +272,7 @@ class VllmEngine:
                 with contextlib.suppress(EngineError):  # vLLM may be frozen nevertheless, or about to be
                     await self._client.call("/treadle/release", {"has_new_weights": False, "stay_held": False})
                 self._held_at = None
-                self._request_gate.open()
+                self._request_barrier.open()
             raise
         self._counters.pause()
 
@@ -312,26 +303,26 @@ class VllmEngine:
             return 0.0
         held_at, self._held_at = self._held_at, None
         self._counters.resume()
-        self._request_gate.open()
+        self._request_barrier.open()
         return 0.0 if held_at is None else float(answer["released_at"] - held_at)
 
     async def _adopt(self, order: Adopt) -> float:
         if self._gate_file is None:
             raise RequestError("this engine shares no weights", fix="start it with --weights-file")
         check_publish_order(order, self.policy_version, PublishGate(self._gate_file))
-        was_held, before = not self._request_gate.is_open, list(self._base_versions)
-        self._request_gate.close()
+        was_held, before = not self._request_barrier.is_open, list(self._base_versions)
+        self._request_barrier.close()
         self._serve_version(order.policy_version)  # before a token can be sampled under it, as in _release
         try:
             held_s = await self._transfer.wait_for_write(self._client, self._gate_file, order)
         except (RequestError, EngineError) as error:
             self._base_versions = before
             if isinstance(error, RequestError) and not was_held:
-                self._request_gate.open()  # nothing was written
+                self._request_barrier.open()  # nothing was written
             raise
         if was_held:
             await self._release(None)
-        self._request_gate.open()
+        self._request_barrier.open()
         return held_s
 
     def _serve_version(self, policy_version: int) -> None:
@@ -340,7 +331,7 @@ class VllmEngine:
 
     async def _reload(self, folder: Path, policy_version: int | None) -> float:
         version = self.policy_version + 1 if policy_version is None else policy_version
-        was_held, repairs = not self._request_gate.is_open, not self._transfer.update.is_consistent
+        was_held, repairs = not self._request_barrier.is_open, not self._transfer.update.is_consistent
         if not was_held:
             await self._hold("keep", self._drain_timeout_s)
         started = time.monotonic()
@@ -378,16 +369,16 @@ class VllmEngine:
             self._serve_version(policy_version)
         finally:
             self._is_restarting = False
-            self._request_gate.open()
+            self._request_barrier.open()
 
     async def _drain(self) -> None:
         """Let running requests finish; those that do not in time end with the server."""
         try:
-            if self._request_gate.is_open and self._client.exit_reason() is None:
+            if self._request_barrier.is_open and self._client.exit_reason() is None:
                 await self._hold("wait", self._drain_timeout_s)
         except EngineError as error:
             log.warning("restart_ends_requests", reason=error.message)
-        self._request_gate.close()
+        self._request_barrier.close()
 
     async def _replace_server(self, begin: BeginServer) -> None:
         """`close` interrupts every wait in here by stopping the server that is waited for."""

@@ -40,7 +40,7 @@ from treadle.envs.foreign.openai_api import (
 from treadle.envs.foreign.sessions import Session, SessionAbandoned, SessionClosed, SessionFull, Sessions
 from treadle.errors import RequestError, TreadleError, UserError
 from treadle.log import get_logger
-from treadle.net.access import Access, AccessRules, Guard
+from treadle.net.access import Access, AccessMiddleware, AccessRules
 from treadle.net.address import take_port, url_to
 from treadle.net.connections import Connections, HttpLimits
 from treadle.net.server import SignalFreeServer, json_answer, read_json, server_settings, unless_gone
@@ -67,7 +67,7 @@ async def serving(app: Any, host: str, port: int) -> AsyncIterator[str]:
     listener = take_port(host, port)
     limits = HttpLimits(max_connections=MAX_CONNECTIONS)
     connections = Connections(limits)
-    settings = server_settings(Guard(app, access), connections, limits, lifespan="off")
+    settings = server_settings(AccessMiddleware(app, access), connections, limits, lifespan="off")
     server = SignalFreeServer(settings)
     watch = asyncio.ensure_future(connections.watch())
     serve = asyncio.ensure_future(server.serve(sockets=[listener]))

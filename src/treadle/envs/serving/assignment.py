@@ -5,7 +5,7 @@
 
 So the engine has work while the trainer trains, and a group is trained on at most `max_age` policy versions after it
 was started. Groups in flight count by the share of groups that is kept, because groups with equal scores may be
-dropped. Within this maximum, FlightLimit allows as many groups in flight as fill the engine.
+dropped. Within this maximum, InFlightLimit allows as many groups in flight as fill the engine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from treadle.config.env import EnvConfig
 from treadle.envs.base import Environment
 from treadle.errors import ConfigError, HubError
 from treadle.wire.generate import EngineHealth
-from treadle.wire.hub import BatchInfo, EnvStanding, RegisteredEnv
+from treadle.wire.hub import BatchInfo, EnvState, RegisteredEnv
 
 Pace = Literal["waves", "stream"]
 
@@ -98,7 +98,7 @@ def choose_pace(config: EnvConfig, environment: Environment) -> Pace:
     return "stream" if config.pace == "stream" or against else "waves"
 
 
-class Room(NamedTuple):
+class GroupsToStart(NamedTuple):
     """How many groups may be started, and what limits it: "max_age 1"."""
 
     num_groups: int
@@ -106,22 +106,22 @@ class Room(NamedTuple):
 
 
 def room(
-    standing: EnvStanding,
+    standing: EnvState,
     *,
     max_age: int,
     group_sequences: float,
     num_spooled: int,
     num_in_flight: int,
-    limit: FlightLimit,
+    limit: InFlightLimit,
     kept_share: float = 1.0,
-) -> Room:
+) -> GroupsToStart:
     """`group_sequences`: average sequences of a group; `kept_share`: share of groups that is not dropped.
 
-    >>> standing = EnvStanding(
+    >>> standing = EnvState(
     ...     step=4, num_steps=100, batch_size=64, untrained_sequences=64, trainer_waits=False, share=1.0
     ... )
-    >>> room(standing, max_age=1, group_sequences=8.0, num_spooled=1, num_in_flight=3, limit=FlightLimit(64))
-    Room(num_groups=4, limited_by='max_age 1')
+    >>> room(standing, max_age=1, group_sequences=8.0, num_spooled=1, num_in_flight=3, limit=InFlightLimit(64))
+    GroupsToStart(num_groups=4, limited_by='max_age 1')
     """
     per_step = standing.batch_size * standing.share
     needed = (standing.num_steps - standing.step) * per_step
@@ -132,8 +132,8 @@ def room(
     if needed > 0 and wanted < 1 and num_spooled + num_in_flight == 0 and _is_starving(standing, max_age):
         wanted = 1
     if wanted > limit.value - num_in_flight:
-        return Room(max(0, limit.value - num_in_flight), limit.reason)
-    return Room(max(0, wanted), f"max_age {max_age}" if allowed <= needed else "the end of the run")
+        return GroupsToStart(max(0, limit.value - num_in_flight), limit.reason)
+    return GroupsToStart(max(0, wanted), f"max_age {max_age}" if allowed <= needed else "the end of the run")
 
 
 def _groups_to_sample(missing: float, kept_share: float) -> int:
@@ -151,7 +151,7 @@ def _groups_to_sample(missing: float, kept_share: float) -> int:
     return max(math.ceil(missing), math.floor(root**2))
 
 
-def _is_starving(standing: EnvStanding, max_age: int) -> bool:
+def _is_starving(standing: EnvState, max_age: int) -> bool:
     """A trainer that waits although as much is there as should: what waits does not fit into a batch.
 
     Groups of several sizes do that, and environments that died and left their share open. One more group at a time is
@@ -163,7 +163,7 @@ def _is_starving(standing: EnvStanding, max_age: int) -> bool:
 
 
 @dataclass
-class FlightLimit:
+class InFlightLimit:
     """Maximum of groups in flight: as many as fill the engine, from its health reports.
 
     An engine that reports max_num_seqs is filled at the first report. If requests wait because its KV cache is full,
@@ -233,9 +233,9 @@ def _engine_size(health: EngineHealth) -> str:
     return f"the engine's maximum of {health.max_num_seqs} sequences"
 
 
-def describe_pace(limit: FlightLimit, num_in_flight: int, limited_by: str) -> str:
+def describe_pace(limit: InFlightLimit, num_in_flight: int, limited_by: str) -> str:
     """
-    >>> describe_pace(FlightLimit(0, busy_share=0.384, tokens_per_s=14200), 8, "max_age 1")
+    >>> describe_pace(InFlightLimit(0, busy_share=0.384, tokens_per_s=14200), 8, "max_age 1")
     'engine 38 % busy (14.2k tokens/s): 8 groups in flight, limited by max_age 1'
     """
     busy = "" if limit.busy_share is None else f" {limit.busy_share:.0%} busy".replace("%", " %")

@@ -8,8 +8,8 @@ from treadle.config.env import EnvConfig
 from treadle.envs.evaluation import evaluate_policy, result_path, save_result
 from treadle.envs.hub_client import CurrentWait, HubClient, next_step
 from treadle.envs.rollout import ROLLOUTS_AT_ONCE, EnvContext
-from treadle.envs.serving.assignment import FlightLimit, RunAssignment
-from treadle.envs.serving.report import EnvMonitor
+from treadle.envs.serving.assignment import InFlightLimit, RunAssignment
+from treadle.envs.serving.monitor import EnvMonitor
 from treadle.errors import TreadleError
 from treadle.log import get_logger
 
@@ -34,7 +34,7 @@ async def evaluate_if_due(
 
 
 async def evaluate_during_training(
-    context: EnvContext, hub: HubClient, assignment: RunAssignment, monitor: EnvMonitor, limit: FlightLimit
+    context: EnvContext, hub: HubClient, assignment: RunAssignment, monitor: EnvMonitor, limit: InFlightLimit
 ) -> None:
     """Run the evaluations between the first and the last step on a share of the engine, while training continues."""
     last = (await hub.status()).current_step  # earlier ones were due before this process started

@@ -31,14 +31,14 @@ from treadle.envs.group_file import GroupFile
 from treadle.envs.hub_client import STEP_LATE_S, CurrentWait, HubClient
 from treadle.envs.rollout import EnvContext
 from treadle.envs.serving.assignment import (
-    FlightLimit,
+    InFlightLimit,
     RunAssignment,
     check_can_fill_batches,
     choose_pace,
     make_assignment,
 )
 from treadle.envs.serving.eval_schedule import STATUS_POLL_S, evaluate, evaluate_during_training, evaluate_if_due
-from treadle.envs.serving.report import EnvMonitor, open_tracking
+from treadle.envs.serving.monitor import EnvMonitor, open_tracking
 from treadle.envs.serving.stream import StreamRunner, item_of_key
 from treadle.envs.serving.stream_state import Delivery, DifficultySelection, ItemCursor, Spool
 from treadle.envs.serving.waves import WaveRunner
@@ -141,7 +141,7 @@ async def _run_stream(
                 cursor,
                 selection,
                 delivery,
-                FlightLimit(config.max_num_workers),
+                InFlightLimit(config.max_num_workers),
                 save_group,
                 monitor,
             )

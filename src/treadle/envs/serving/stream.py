@@ -21,13 +21,13 @@ from treadle.envs.base import Item, stable_seed
 from treadle.envs.chat import RolloutSampling
 from treadle.envs.hub_client import CurrentWait, HubClient, next_step
 from treadle.envs.rollout import EnvContext, Rollout, apply_group_rules, build_group, drop_reason, roll_group
-from treadle.envs.serving.assignment import FlightLimit, RunAssignment, check_can_fill_batches, describe_pace, room
-from treadle.envs.serving.report import TOO_FEW_TO_JUDGE, EnvMonitor, diagnose
+from treadle.envs.serving.assignment import InFlightLimit, RunAssignment, check_can_fill_batches, describe_pace, room
+from treadle.envs.serving.monitor import TOO_FEW_TO_JUDGE, EnvMonitor, diagnose
 from treadle.envs.serving.stream_state import Delivery, DifficultySelection, ItemCursor
 from treadle.errors import ConfigError, EngineError, ProcessDied, TreadleError, UserError
 from treadle.log import get_logger
 from treadle.wire.groups import ScoredGroup
-from treadle.wire.hub import EnvStanding
+from treadle.wire.hub import EnvState
 
 log = get_logger("env")
 
@@ -57,7 +57,7 @@ class StreamRunner:
     cursor: ItemCursor
     selection: DifficultySelection | None  # None: the items in order
     delivery: Delivery
-    limit: FlightLimit
+    limit: InFlightLimit
     save_group: Callable[[ScoredGroup], None]
     monitor: EnvMonitor
     in_flight: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # by item
@@ -118,7 +118,7 @@ class StreamRunner:
             current_wait.set(next_step(standing.step))
         return False
 
-    def _follow_trainer(self, standing: EnvStanding) -> None:
+    def _follow_trainer(self, standing: EnvState) -> None:
         """Take over the batch size of a restarted trainer."""
         if standing.batch_size in (0, self.assignment.batch_size):
             return

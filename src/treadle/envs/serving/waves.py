@@ -22,10 +22,10 @@ from treadle.envs.rollout import EnvContext, apply_group_rules, build_group, che
 from treadle.envs.scoring import none_scored
 from treadle.envs.serving.assignment import RunAssignment, check_batch_divisible
 from treadle.envs.serving.eval_schedule import STATUS_POLL_S, evaluate_if_due
-from treadle.envs.serving.report import EnvMonitor
+from treadle.envs.serving.monitor import EnvMonitor
 from treadle.log import get_logger
 from treadle.wire.groups import ScoredGroup
-from treadle.wire.hub import EnvStanding
+from treadle.wire.hub import EnvState
 
 log = get_logger("env")
 
@@ -54,7 +54,7 @@ class WaveSchedule:
     num_started: int = 0  # sequences of the next batch that the hub has already
 
     @classmethod
-    def at_start(cls, standing: EnvStanding, *, groups_accepted: int, group_size: int) -> Self:
+    def at_start(cls, standing: EnvState, *, groups_accepted: int, group_size: int) -> Self:
         """The schedule after registration: the next item is the first that the hub does not have.
 
         The number of delivered waves is an estimate, because earlier batches may have had another size; a wrong one is
@@ -65,7 +65,7 @@ class WaveSchedule:
         step = max(groups_accepted // prompts_per_wave, standing.step + num_whole)
         return cls(step, groups_accepted or step * prompts_per_wave, standing.batch_size, group_size, num_started)
 
-    def corrected(self, standing: EnvStanding) -> Self:
+    def corrected(self, standing: EnvState) -> Self:
         """This schedule, or one recomputed from what the hub has, if the batch size changed or groups were lost."""
         has_other_size = standing.batch_size != self.batch_size
         owed = (self.step - standing.step) * self.batch_size
@@ -117,7 +117,7 @@ class WaveRunner:
             standing = await self._wait_for_next_wave(schedule)
         await evaluate_if_due(self.context, self.hub, self.assignment, self.monitor, self.assignment.num_steps)
 
-    async def _wait_for_next_wave(self, schedule: WaveSchedule) -> EnvStanding:
+    async def _wait_for_next_wave(self, schedule: WaveSchedule) -> EnvState:
         """Wait until the next wave may be sampled, the run ends, or the schedule or the trainer's settings change."""
         num_steps = self.assignment.num_steps
         needed = schedule.step - self.context.config.max_age if schedule.step < num_steps else num_steps
@@ -125,7 +125,7 @@ class WaveRunner:
             lambda now: now.step >= needed or schedule.corrected(now) != schedule or self._has_changed(now)
         )
 
-    async def _wait_until(self, is_time: Callable[[EnvStanding], bool]) -> EnvStanding:
+    async def _wait_until(self, is_time: Callable[[EnvState], bool]) -> EnvState:
         """Poll the hub until `is_time`; also waits for a trainer, because a hub that was reset knows none at first."""
         with CurrentWait(self.monitor.waits) as current_wait:
             while True:
@@ -138,15 +138,15 @@ class WaveRunner:
                     current_wait.set(next_step(standing.step))
                 await asyncio.sleep(STATUS_POLL_S)
 
-    def _num_steps(self, standing: EnvStanding) -> int:
+    def _num_steps(self, standing: EnvState) -> int:
         total = self.context.config.total_steps
         return standing.num_steps if total < 0 else min(standing.num_steps, total)
 
-    def _has_changed(self, standing: EnvStanding) -> bool:
+    def _has_changed(self, standing: EnvState) -> bool:
         wanted = (self.assignment.batch_size, self.assignment.num_steps)
         return (standing.batch_size, self._num_steps(standing)) != wanted
 
-    async def _follow_trainer(self, standing: EnvStanding) -> None:
+    async def _follow_trainer(self, standing: EnvState) -> None:
         """Take over the batch size and number of steps of a restarted trainer."""
         if not self._has_changed(standing):
             return
@@ -166,7 +166,7 @@ class WaveRunner:
         )
         check_batch_divisible(self.assignment)
 
-    def _correct_schedule(self, schedule: WaveSchedule, standing: EnvStanding) -> WaveSchedule:
+    def _correct_schedule(self, schedule: WaveSchedule, standing: EnvState) -> WaveSchedule:
         corrected = schedule.corrected(standing)
         if corrected != schedule:
             log.warning(

@@ -11,7 +11,7 @@ from treadle.config.env import EnvConfig
 from treadle.envs.base import Item, load_environment
 from treadle.envs.engine_client import Completion
 from treadle.envs.rewards import InlineScorer, RewardInput, RewardPool, registry, reward
-from treadle.envs.scoring import Judge
+from treadle.envs.scoring import ScoreRules
 from treadle.errors import ConfigError
 
 
@@ -159,7 +159,7 @@ def test_a_function_sees_the_row_as_the_data_has_it(tmp_path, prompt, completion
     async def scored():
         async with RewardPool(num_workers=1) as pool:
             reply = Completion([7, 8], [-0.5, -0.5], "4", "stop", policy_version=0)
-            return await Judge(environment, pool).scores(item, [reply, reply])
+            return await ScoreRules(environment, pool).scores(item, [reply, reply])
 
     assert [score.reward for score in asyncio.run(scored())] == [0.0, 0.0]
     prompts, completions, ids, columns = json.loads((tmp_path / "seen.json").read_text())

@@ -13,8 +13,8 @@ import pytest
 
 import treadle
 from treadle import cli
-from treadle.config.advice import as_flags_of
-from treadle.guides import GUIDES
+from treadle.config.flag_spelling import respell_flags
+from treadle.help_texts import GUIDES
 
 SOURCE = Path(treadle.__file__).parent
 # Who shows the errors of a package, and whose section its own flags are.
@@ -28,7 +28,7 @@ SHOWN_BY = {
     "envs": (("env", "run"), "env"),
     "budget": (("plan",), ""),
     "doctor": (("doctor",), ""),
-    "launch/chat.py": (("chat",), ""),
+    "launch/chat_command.py": (("chat",), ""),
     "launch/top.py": (("top",), ""),
     "launch/matrix.py": (("matrix",), ""),
     "launch": (("run",), ""),
@@ -101,7 +101,9 @@ def test_every_remedy_names_flags_of_the_verb_that_shows_it(flags_of: dict[str, 
         for text in advice_in(file) if place else ():
             for verb in verbs:
                 count += bool(FLAG.search(text))
-                shown = text if verb == "doctor" else as_flags_of(verb, text, section)  # it shows checks, and no errors
+                shown = (
+                    text if verb == "doctor" else respell_flags(verb, text, section)
+                )  # it shows checks, and no errors
                 wrong += [f"{path}: {problem}" for problem in wrong_flags(shown, verb, flags_of)]
     assert not wrong, "\n".join(wrong)
     assert count > 100, "the remedies are not found any more"
@@ -123,8 +125,8 @@ def test_every_remedy_names_flags_of_the_verb_that_shows_it(flags_of: dict[str, 
     ],
 )  # fmt: skip
 def test_a_flag_is_spelled_as_the_verb_spells_it(verb: str, section: str, text: str, shown: str) -> None:
-    assert as_flags_of(verb, text, section) == shown
-    assert as_flags_of(verb, shown, section) == shown
+    assert respell_flags(verb, text, section) == shown
+    assert respell_flags(verb, shown, section) == shown
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 A message is written where the error happens, and shown by whatever verb the user called: the trainer's `--lr` is
 `--train.lr` of `treadle run`, and `treadle chat` does not have it.
 
-as_flags_of("run", "lower --lr", "train") -> "lower --train.lr"
-as_flags_of("env", "raise --train.seq-len") -> "raise treadle train --seq-len"
+respell_flags("run", "lower --lr", "train") -> "lower --train.lr"
+respell_flags("env", "raise --train.seq-len") -> "raise treadle train --seq-len"
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FLAG = re.compile(r"(?<![\w.-])--(?P<name>[a-z][a-z0-9-]*+(?:\.[a-z][a-z0-9-]*+
 _COMMAND = re.compile(r"\b(treadle|docker|pip|torchrun|python)\b[^;,()`\n]*$")
 
 
-def as_flags_of(verb: str, text: str, section: str = "", typed: Iterable[str] = ()) -> str:
+def respell_flags(verb: str, text: str, section: str = "", typed: Iterable[str] = ()) -> str:
     """`text` with the flags of `verb`; `section` is that of the process which wrote it.
 
     `typed` are words of the user's command line: of several spellings of a flag, the one that was typed is used.

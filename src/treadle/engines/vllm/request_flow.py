@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from treadle.engines.interface import Adapter
-from treadle.engines.vllm.completions import VllmLoad
 from treadle.log import get_logger
 
 POLL_S = 1.0
@@ -18,7 +17,7 @@ log = get_logger("engine")
 
 
 class RequestCounters:
-    """Counts completions that wait at the gate or have been sent to vLLM, and the time spent generating."""
+    """Counts completions that wait at the barrier or have been sent to vLLM, and the time spent generating."""
 
     def __init__(self) -> None:
         self.num_waiting = 0
@@ -59,23 +58,6 @@ class RequestCounters:
         return self._seconds + (0.0 if self._since is None else time.monotonic() - self._since)
 
 
-def count_sequences(num_in_vllm: int, max_num_seqs: int, load: VllmLoad) -> tuple[int, int]:
-    """Running and waiting sequences: vLLM's own numbers, or estimates if it reports none.
-
-    vLLM knows what its KV cache has no room for, and which completions of a request have finished. Its numbers are from
-    its last step: they are limited to `num_in_vllm`, and zeros are ignored while it has requests.
-
-    >>> count_sequences(40, 32, VllmLoad(num_running=12, num_waiting=20))
-    (12, 20)
-    >>> count_sequences(40, 32, VllmLoad()), count_sequences(0, 32, VllmLoad(num_running=12, num_waiting=20))
-    ((32, 8), (0, 0))
-    """
-    if load.num_running or load.num_waiting:
-        return min(load.num_running or 0, num_in_vllm), min(load.num_waiting or 0, num_in_vllm)
-    num_running = min(num_in_vllm, max_num_seqs)
-    return num_running, num_in_vllm - num_running
-
-
 @dataclass(frozen=True)
 class Admission:
     """What an admitted request is served by."""
@@ -92,10 +74,10 @@ class Admission:
         return of_base[self.first_version :]
 
 
-class RequestGate:
+class RequestBarrier:
     """Requests wait here while weights change, the server restarts, or the engine is held.
 
-    `check_alive` raises when the gate will not open any more.
+    `check_alive` raises when the barrier will not open any more.
     """
 
     def __init__(self, counters: RequestCounters, check_alive: Callable[[], None]) -> None:
@@ -115,7 +97,7 @@ class RequestGate:
         self._opened.clear()
 
     async def wait(self, count: int) -> None:
-        """Wait until the gate is open; `count`: completions of the request."""
+        """Wait until the barrier is open; `count`: completions of the request."""
         self._counters.num_waiting += count
         try:
             while not self.is_open:

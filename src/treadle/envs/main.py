@@ -19,8 +19,8 @@ from treadle.envs.engine_pool import InferenceClient, open_engine
 from treadle.envs.evaluation import eval_temperature, evaluate_policy, format_result, save_for_atropos, save_result
 from treadle.envs.hub_client import HubClient
 from treadle.envs.rollout import EnvContext, show_progress
-from treadle.envs.scoring import Judge, reward_pool
-from treadle.envs.serving.report import EnvMonitor
+from treadle.envs.scoring import ScoreRules, reward_pool
+from treadle.envs.serving.monitor import EnvMonitor
 from treadle.envs.serving.runner import run
 from treadle.errors import ConfigError, ProcessDied
 from treadle.log import get_logger
@@ -101,7 +101,7 @@ async def open_context(
     async with reward_pool(environment.config) as pool:
         await environment.open()
         try:
-            yield EnvContext(environment, engine, tokenizer, Judge(environment, pool))
+            yield EnvContext(environment, engine, tokenizer, ScoreRules(environment, pool))
         finally:
             await environment.close()
 

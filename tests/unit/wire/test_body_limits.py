@@ -15,8 +15,8 @@ from starlette.testclient import TestClient
 
 from treadle.errors import RequestError
 from treadle.net.server import json_answer, read_json
-from treadle.wire import counting
-from treadle.wire.counting import TooMany, check_json, check_msgpack
+from treadle.wire import body_limits
+from treadle.wire.body_limits import TooMany, check_json, check_msgpack
 from treadle.wire.generate import GenerateRequest
 
 
@@ -24,7 +24,7 @@ from treadle.wire.generate import GenerateRequest
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small limits: what is tested is the counting."""
     for name, limit in (("OBJECTS", 20), ("LISTS", 40), ("STRINGS", 60), ("PACKED_VALUES", 200), ("PACKED_RUNS", 190)):
-        monkeypatch.setattr(counting, f"MAX_{name}", limit)
+        monkeypatch.setattr(body_limits, f"MAX_{name}", limit)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from treadle.envs.chat import Transcript
 from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import Completion, EngineClient
 from treadle.envs.hub_client import HubClient
-from treadle.envs.process import open_context
+from treadle.envs.main import open_context
 from treadle.envs.rollout import Rollout
-from treadle.envs.serving.report import EnvMonitor, EnvReport
+from treadle.envs.serving.monitor import EnvMonitor, EnvReport
 from treadle.envs.serving.runner import run
 from treadle.net.client import RetryPolicy
 

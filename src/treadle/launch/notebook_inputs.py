@@ -27,7 +27,7 @@ Rows = Iterable[Mapping[str, Any]]  # a list of dicts, a datasets.Dataset
 Data = str | os.PathLike[str] | Rows | Mapping[str, Rows]
 
 
-class Inputs:
+class NotebookInputs:
     """`folder` is created when something is written. The same content is written once."""
 
     def __init__(self, folder: Path) -> None:

@@ -21,9 +21,9 @@ from treadle.errors import ConfigError
 from treadle.formatting import near, program
 from treadle.launch.folder import is_run_live
 from treadle.launch.machine import port_of
-from treadle.launch.plan import CONFIG_FILE
+from treadle.launch.process_plan import CONFIG_FILE
+from treadle.net.access_tokens import HUB_TOKEN_VARIABLE, role_token
 from treadle.net.address import HANDED_FD, is_loopback_host, take_port, url_to
-from treadle.net.tokens import HUB_TOKEN_VARIABLE, role_token
 
 LOOPBACK = "127.0.0.1"
 MAX_HUBS = 4  # open hubs of finished runs; the least recently used one is ended

@@ -15,17 +15,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from treadle.background import PARENT_VARIABLE
-from treadle.config.advice import as_flags_of
 from treadle.config.env import DEFAULT_MAX_AGE, folder_of, labels_of, process_of
 from treadle.config.files import VARIABLE as SETTINGS_VARIABLE
 from treadle.config.files import secret_variable
+from treadle.config.flag_spelling import respell_flags
 from treadle.config.load import choose_steps, explicit_keys, longest_sequence, value_of, with_values
 from treadle.config.schema import SECTIONS_OF_PROCESS, RunConfig
 from treadle.config.train import FLOAT32_LR, TrainConfig
 from treadle.errors import ConfigError
 from treadle.launch.machine import SHARED_MEMORY, MachineFacts
+from treadle.net.access_tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, ClientRole, role_token
 from treadle.net.address import is_loopback_host, url_to, without_token
-from treadle.net.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, ClientRole, role_token
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
 
 CONFIG_FILE = "config.json"
@@ -45,7 +45,7 @@ _TOKEN_VARIABLES = (HUB_TOKEN_VARIABLE, HUB_ADMIN_TOKEN_VARIABLE, ENGINE_TOKEN_V
 
 
 @dataclass(frozen=True)
-class RunTokens:
+class AccessTokens:
     """The tokens that hub and engine require; None: no token."""
 
     hub: str | None = field(default=None, repr=False)
@@ -66,7 +66,7 @@ def _token_for(secret: str | None, role: ClientRole | None) -> str | None:
     return secret if secret is None or role is None else role_token(secret, role)
 
 
-NO_TOKENS = RunTokens()
+NO_TOKENS = AccessTokens()
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def build_plan(
     model_folder: str,
     is_model_local: bool,
     explicit: frozenset[str] | None = None,
-    tokens: RunTokens = NO_TOKENS,
+    tokens: AccessTokens = NO_TOKENS,
     notes: tuple[str, ...] = (),
 ) -> RunPlan:
     """Complete every setting that the user did not give; `explicit`: keys that the user gave, such as {"hub.port"}."""
@@ -161,7 +161,7 @@ def build_plan(
     specs = _processes(resolved, facts, run_folder, (hub_url, engine_url), tokens, is_offline=is_model_local)
     observer_token = "" if tokens.hub is None else role_token(tokens.hub, "observer")
     if config.train.unused_name:
-        notes = (*notes, as_flags_of("run", config.train.unused_name, "train"))
+        notes = (*notes, respell_flags("run", config.train.unused_name, "train"))
     return RunPlan(resolved, run_folder, specs, hub_url, notes, observer_token, derived=frozenset(of_this_run))
 
 
@@ -291,7 +291,7 @@ def _processes(
     facts: MachineFacts,
     run_folder: Path,
     urls: tuple[str, str],
-    tokens: RunTokens,
+    tokens: AccessTokens,
     *,
     is_offline: bool,
 ) -> tuple[ProcessSpec, ...]:

@@ -40,7 +40,7 @@ from treadle.hub.messages import (
     unprocessable,
 )
 from treadle.store.records import NewGroup
-from treadle.wire.counting import TooMany, check_json, check_msgpack
+from treadle.wire.body_limits import TooMany, check_json, check_msgpack
 from treadle.wire.groups import ATROPOS_KEYS, BinaryGroup, ScoredGroup, numbers, open_group, split_groups
 
 JsonText = bytes | bytearray | msgspec.Raw

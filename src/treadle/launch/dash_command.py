@@ -39,9 +39,7 @@ from treadle.errors import ConfigError
 from treadle.formatting import percent
 from treadle.hub.process import serve
 from treadle.launch.folder import is_run, is_run_live
-from treadle.launch.machine import held_ports, port_of
-from treadle.launch.plan import CONFIG_FILE
-from treadle.launch.run_hubs import (
+from treadle.launch.hubs_of_runs import (
     IDLE_S,
     LOOPBACK,
     RunHubs,
@@ -50,14 +48,16 @@ from treadle.launch.run_hubs import (
     origin_of,
     recorded_hub,
 )
+from treadle.launch.machine import held_ports, port_of
+from treadle.launch.process_plan import CONFIG_FILE
 from treadle.launch.top import find_run, watch_url
 from treadle.launch.view import RunPage
-from treadle.net.access import Access, AccessRules, Guard
+from treadle.net.access import Access, AccessMiddleware, AccessRules
+from treadle.net.access_tokens import HUB_TOKEN_VARIABLE, bearer_headers
 from treadle.net.address import HANDED_FD, shown_url, url_to, without_token
 from treadle.net.client import NoAnswer, PooledHttpClient
 from treadle.net.probe import answers_ok
 from treadle.net.server import serve_until_stopped
-from treadle.net.tokens import HUB_TOKEN_VARIABLE, bearer_headers
 from treadle.report.summary import load_summary
 
 DEFAULT_PORT = HubConfig().port
@@ -106,7 +106,7 @@ def _serve_start_page(folder: Path, *, opens: bool) -> int:
         print(f"{page.announcement(opens=opens)}; Ctrl-C ends it", flush=True)
         if opens:
             page.open()
-        serve_until_stopped(Guard(app, access), listeners["hub"], on_stop=lambda: None)
+        serve_until_stopped(AccessMiddleware(app, access), listeners["hub"], on_stop=lambda: None)
     return 0
 
 
