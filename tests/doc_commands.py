@@ -137,7 +137,7 @@ def parse(
     with monkeypatch.context() as patch:
         patch.setattr(treadle.launch, "start", _checks_of_run)
         patch.setattr(treadle.launch.matrix, "start_matrix", lambda config, *_, **__: _checks_of_run(config))
-        patch.setattr(treadle.envs, "act", _checks_of_env)
+        patch.setattr(treadle.envs, "run_action", _checks_of_env)
         for module, name in _STARTS:
             patch.setattr(module, name, lambda *_, **__: 0)
         if words[0] == "token":

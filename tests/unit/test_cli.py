@@ -144,7 +144,7 @@ def test_an_environment_without_a_verb_serves(
     words: list[str], action: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     acted: list[str] = []
-    monkeypatch.setattr(envs, "act", lambda action, *_, **__: acted.append(action))
+    monkeypatch.setattr(envs, "run_action", lambda action, *_, **__: acted.append(action))
     with pytest.raises(SystemExit) as ended:
         main(["env", *words])
     assert (ended.value.code, acted) == (None, [action]), capsys.readouterr().err

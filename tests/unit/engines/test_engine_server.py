@@ -76,7 +76,7 @@ def test_an_engine_that_makes_progress_is_not_late() -> None:
 def test_an_engine_that_only_queues_requests_is_late() -> None:
     clock = FakeClock()
     waits = Waits(clock)
-    watcher = EngineWatcher(waits, 300.0)
+    watcher = EngineWatcher(waits)
     watcher.update(state(num_waiting=4))
     clock.now_s = 301
     assert [wait.is_late for wait in waits.now] == [True]

@@ -33,7 +33,7 @@ def test_a_newer_schema_is_refused_with_a_sentence(tmp_path: Path):
     db = sqlite3.connect(path)
     db.execute("PRAGMA user_version = 99")
     db.close()
-    with pytest.raises(ConfigError, match="schema version 99; this release reads version 3"):
+    with pytest.raises(ConfigError, match="schema version 99; this release reads version 4"):
         Store.open(path)
 
 
