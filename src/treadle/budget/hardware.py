@@ -28,7 +28,7 @@ FACTORED_BYTES = 0.01  # a row and a column instead of a matrix
 # AdamW runs fused, in place. Adafactor and Muon make fp32 copies of one tensor at a time, 8-bit AdamW of one chunk.
 STEP_COPIES = {"adafactor": 1, "muon": 2}
 CHUNK_8BIT_BYTES = 12 * 4 * 2**24  # twelve fp32 tensors of a chunk (train/adamw_8bit.py)
-PIECE_BYTES = 256 * 2**20  # bf16 gradients are converted to fp32 a piece at a time (train/gradients.py)
+PIECE_BYTES = 256 * 2**20  # bf16 gradients are converted to fp32 a piece at a time (train/optimizer.py)
 
 # --- the loss -----------------------------------------------------------------------------------------------------
 # Counted from train/logprobs.py: two chunks' fp32 logits and one bf16 gradient exist side by side.

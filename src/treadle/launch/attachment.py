@@ -233,7 +233,7 @@ def _refused(server: ServerProbe, path: str, answer: ProbeAnswer) -> ConfigError
 
 
 def refuse_used_engine(config: RunConfig, info: BridgeInfo) -> None:
-    """For a new run: until it is restarted, an engine takes the weights of one run (engines/surface/publishing.py)."""
+    """For a new run: until it is restarted, an engine takes the weights of one run (engines/api/context.py)."""
     if not config.train.mode.publishes:
         return
     where = f"the engine at {shown_url(config.engine_url)}"

@@ -209,14 +209,8 @@ def _open_service(
         config=resolved,
         sent_until=last_step if known_id else -1,
     )
-    tracker: TableTracker
-    if name == "wandb":
-        from treadle.track.services import WandbTracker
+    from treadle.track.services import TrackioTracker, WandbTracker
 
-        tracker = WandbTracker(identity)
-    else:
-        from treadle.track.services import TrackioTracker
-
-        tracker = TrackioTracker(identity)
+    tracker: TableTracker = {"wandb": WandbTracker, "trackio": TrackioTracker}[name](identity)
     id_file.write_text(identity.id + "\n", encoding="utf-8")  # only now: a service that was not reached has no run
     return tracker

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -20,6 +21,11 @@ def parsed(*words):
     parser = FlagParser(prog="treadle train")
     add_flags(parser, TrainConfig, prefix="train.")
     return load_run(None, given(parser.parse_args(words))).train
+
+
+def test_every_objective_that_can_be_named_has_its_settings() -> None:
+    named, _ = get_args(TrainConfig.model_fields["objective"].annotation)
+    assert set(get_args(named)) == set(OBJECTIVES)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

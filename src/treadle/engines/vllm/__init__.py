@@ -4,7 +4,7 @@ command.py           the installed version and its limits; settings -> command l
 server_process.py    starts and stops the child process; child_guard.py ends it when this process dies
 client.py            HTTP calls to the server
 completions.py       messages of POST /treadle/generate
-admission.py         requests that wait while weights change; counters; changes one at a time
+request_flow.py      requests that wait while weights change; counters; changes one at a time
 adapters.py          LoRA adapters
 engine.py            the engine interface (engines/interface.py)
 middleware.py        runs inside vLLM's API process: blocks unused routes, adds Treadle's
