@@ -21,13 +21,18 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 # Examples have no deadline: on a busy machine any of them may take a second.
 RELAXED = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
-settings.register_profile("ci", max_examples=100, stateful_step_count=50, derandomize=True, **RELAXED)
+settings.register_profile("ci", max_examples=60, stateful_step_count=50, derandomize=True, **RELAXED)
+settings.register_profile("full", max_examples=200, stateful_step_count=50, derandomize=True, **RELAXED)
 settings.register_profile("nightly", max_examples=2000, stateful_step_count=50, print_blob=True, **RELAXED)
-settings.load_profile(os.environ.get("TREADLE_PROPERTY_PROFILE", "ci"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`, which guard rare paths")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    profile = "full" if config.getoption("--full") else "ci"
+    settings.load_profile(os.environ.get("TREADLE_PROPERTY_PROFILE", profile))
 
 
 @pytest.hookimpl(trylast=True)  # after markers were added
