@@ -44,6 +44,7 @@ from treadle.net.workers import frame, read_frame
 MAX_CPU_S = 1.0  # templates of known models take less than a millisecond
 MAX_MEMORY_BYTES = 1 << 30
 MAX_CHARS = 16 << 20  # of a rendered text; as many as the body of a request may have bytes
+MAX_ANSWER_BYTES = 12 * MAX_CHARS  # JSON writes a character in up to 12 bytes
 MAX_WALL_S = 60.0  # for a worker that gets no processor time at all, or was stopped
 _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
 _OTHER_TEMPLATE = "give the model another chat template (chat_template.jinja in its folder)"
@@ -94,7 +95,7 @@ class TemplateWorker:
         try:
             link = self._link or self._start()
             link.sendall(frame(question))
-            return msgspec.json.decode(read_frame(link), type=dict[str, str])
+            return msgspec.json.decode(read_frame(link, MAX_ANSWER_BYTES), type=dict[str, str])
         except TimeoutError:
             self.close()
             raise EngineError(

@@ -21,7 +21,7 @@ import math
 
 from treadle.budget import hardware
 from treadle.budget.hardware import Machine
-from treadle.budget.job import ALL, MICRO, Budget, Component, MemoryPool, Owner, PlannedJob, ProcessTime
+from treadle.budget.job import ALL, MICRO, Budget, Component, MemoryPool, Moment, Owner, PlannedJob
 from treadle.engines.vllm.command import lora_rank, max_cpu_loras, max_loras
 from treadle.formatting import gigabytes
 
@@ -146,7 +146,7 @@ def _fresh_gradient_parts(job: PlannedJob) -> list[Component]:
     shape, size = job.shape, job.weight_bytes
     parts = []
     if job.train_layers is None:
-        moments: tuple[ProcessTime, ...] = MICRO if shape.is_tied else ("loss",)
+        moments: tuple[Moment, ...] = MICRO if shape.is_tied else ("loss",)
         note = "tied: held to the end" if shape.is_tied else "added up, then freed"
         parts.append(_part("output layer's gradient", shape.num_embedding_params * size, "trainer", note, moments))
     layer = shape.num_layer_params if job.is_compiled else max(i * o for i, o in shape.linears.values())
@@ -284,7 +284,7 @@ def _activations_note(job: PlannedJob) -> str:
     return f"{tokens}, {'compiled' if job.is_compiled else 'eager'}"
 
 
-def _part(name: str, size: float, owner: Owner, note: str = "", moments: tuple[ProcessTime, ...] = ALL) -> Component:
+def _part(name: str, size: float, owner: Owner, note: str = "", moments: tuple[Moment, ...] = ALL) -> Component:
     return Component(name, round(size), owner, note, moments)
 
 

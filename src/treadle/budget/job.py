@@ -160,11 +160,11 @@ def _check_layers(job: PlannedJob) -> None:
 
 # ---- the result
 
-ProcessTime = Literal["loss", "backward", "step"]
+Moment = Literal["loss", "backward", "step"]
 Verdict = Literal["fits", "tight", "does not fit", "not known"]
 Owner = Literal["trainer", "engine", "both", "others"]
-ALL: tuple[ProcessTime, ...] = ("loss", "backward", "step")
-MICRO: tuple[ProcessTime, ...] = ("loss", "backward")
+ALL: tuple[Moment, ...] = ("loss", "backward", "step")
+MICRO: tuple[Moment, ...] = ("loss", "backward")
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Component:
     bytes: int
     owner: Owner
     note: str = ""
-    moments: tuple[ProcessTime, ...] = ALL
+    moments: tuple[Moment, ...] = ALL
 
 
 @dataclass(frozen=True)
@@ -188,11 +188,11 @@ class MemoryPool:
     components: tuple[Component, ...]
     problem: str = ""  # why it does not fit even if the sum does
 
-    def at(self, moment: ProcessTime) -> int:
+    def at(self, moment: Moment) -> int:
         return sum(part.bytes for part in self.components if moment in part.moments)
 
     @property
-    def peak_moment(self) -> ProcessTime:
+    def peak_moment(self) -> Moment:
         return max(ALL, key=self.at)
 
     @property

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter, ValidationError
+
 from treadle.errors import ConfigError
 
 # Field -> other spellings of its flag and key, in every section that has the field.
@@ -42,10 +44,14 @@ def _local_url(port: Any, _: Any) -> str:
 
 
 def _with_wandb(is_used: Any, track: Any) -> Any:
-    if str(is_used).lower() in ("false", "0", "no", "off"):
-        return track or ()
+    """False takes wandb out again: a flag wins over a file."""
+    try:
+        is_wanted = TypeAdapter(bool).validate_python(is_used)
+    except ValidationError:
+        raise ConfigError(f"'train.use_wandb' is {is_used!r}", fix="give --train.use-wandb true or false") from None
     present = track.replace(",", " ").split() if isinstance(track, str) else track or ()
-    return tuple(dict.fromkeys([*present, "wandb"]))
+    others = tuple(name for name in present if name != "wandb")
+    return (*others, "wandb") if is_wanted else others
 
 
 SHORTHANDS: dict[str, Shorthand] = {

@@ -256,8 +256,11 @@ def _connect(url: SplitResult, proxy: SplitResult | None, timeout_s: float) -> H
 def _proxy_of(url: SplitResult) -> SplitResult | None:
     from urllib.request import getproxies, proxy_bypass
 
-    proxy = getproxies().get(url.scheme)
-    return urlsplit(proxy) if proxy and not proxy_bypass(url.hostname or "") else None
+    known = getproxies()
+    proxy = known.get(url.scheme) or known.get("all")
+    if not proxy or proxy_bypass(url.netloc.rpartition("@")[2]):
+        return None
+    return urlsplit(proxy if "://" in proxy else f"http://{proxy}")
 
 
 def _basic_auth(url: SplitResult, header: str) -> dict[str, str]:

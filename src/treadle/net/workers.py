@@ -34,9 +34,11 @@ def frame(content: bytes) -> bytes:
     return _LENGTH.pack(len(content)) + content
 
 
-def read_frame(line: socket.socket) -> bytearray:
-    """The content of the next frame. EOFError: the other side left."""
+def read_frame(line: socket.socket, max_bytes: int = sys.maxsize) -> bytearray:
+    """The content of the next frame. EOFError: the other side left, or sends more than `max_bytes`."""
     (length,) = _LENGTH.unpack(_read_exactly(line, _LENGTH.size))
+    if length > max_bytes:
+        raise EOFError
     return _read_exactly(line, length)
 
 
@@ -62,6 +64,7 @@ class WorkerProcess:
         self._reader = reader
         self._writer = writer
         self._length: int | None = None  # of a partly read frame
+        self._has_ended = False
 
     @classmethod
     async def _spawn(cls, module: str, *arguments: str, limit_s: float | None, stdout: IO[str] | None = None) -> Self:
@@ -115,9 +118,12 @@ class WorkerProcess:
 
     async def end(self) -> int:
         """Kill it with everything that it started, and return its exit code when it is gone."""
-        self.kill()
+        if not self._has_ended:  # afterwards its number may be that of another process
+            self.kill()
         self._writer.close()
-        return await self._process.wait()
+        code = await self._process.wait()
+        self._has_ended = True
+        return code
 
 
 W = TypeVar("W", bound=WorkerProcess)

@@ -243,7 +243,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Settings by dotted key: {"train": {"lr": 1e-5}} -> {"train.lr": 1e-5}."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        tables = {str(place): table for place, table in enumerate(value)} if name == "envs" else value
+        tables = {str(place): table for place, table in enumerate(value)} if name == "envs" and value else value
         is_section = isinstance(tables, dict) and name != "args"
         flat |= flatten(tables, f"{prefix}{name}.") if is_section else {prefix + name: value}
     return flat

@@ -210,7 +210,7 @@ class EngineLink:
         return self._read(method, path, response, answer)
 
     def _read(self, method: str, path: str, response: HttpAnswer, answer: type[T]) -> T:
-        said = response.message or "nothing"
+        said = "" if response.status == OK else response.message or "nothing"
         if response.status in (401, 403):
             raise SyncError(
                 f"the engine at {self.url} refused {method} {path}: {said}",

@@ -211,6 +211,7 @@ def _open_service(
     )
     from treadle.track.services import TrackioTracker, WandbTracker
 
-    tracker: TableTracker = {"wandb": WandbTracker, "trackio": TrackioTracker}[name](identity)
+    kinds: dict[str, Callable[[RunIdentity], TableTracker]] = {"wandb": WandbTracker, "trackio": TrackioTracker}
+    tracker = kinds[name](identity)
     id_file.write_text(identity.id + "\n", encoding="utf-8")  # only now: a service that was not reached has no run
     return tracker

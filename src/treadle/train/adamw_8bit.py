@@ -100,7 +100,7 @@ class AdamW8bit(Optimizer):
         self._pending_weights: Mapping[str, Tensor] = {}  # of a restored checkpoint
 
     def state(self) -> dict[str, Tensor]:
-        tensors = super().state() | {"counter.progress_count": torch.tensor(self._num_moves)}
+        tensors = super().state() | {"counter.num_moves": torch.tensor(self._num_moves)}
         tensors["rounding.generator"] = self._generator.get_state()
         for part, values in self._parts().items():
             tensors |= {f"{part}.{name}": value for name, value in values.items()}
@@ -113,7 +113,7 @@ class AdamW8bit(Optimizer):
         for part, values in self._parts().items():
             for name, value in values.items():
                 value.copy_(saved[part][name])
-        self._num_moves = int(tensors["counter.progress_count"])
+        self._num_moves = int(tensors["counter.num_moves"])
         if "rounding.generator" in tensors:  # absent for a rank that did not exist when it was saved
             self._generator.set_state(tensors["rounding.generator"].clone())
         self._pending_rate = None
@@ -159,7 +159,7 @@ class AdamW8bit(Optimizer):
             betas=c.betas,
             rate=rate,
             decay=1 - rate * c.weight_decay,
-            progress_count=self._num_moves,
+            num_moves=self._num_moves,
         )
 
     def _move_by_chunks(self, name: str, rate: float) -> None:

@@ -141,8 +141,10 @@ class HubFeed:
                 raise HubError(
                     f"the hub at {self._url} does not serve {path}: {failure.problem}", fix=self._look_at_hub
                 )
-            self._check_stop()
-            time.sleep(pause_s)
+            until = time.monotonic() + pause_s
+            while (left_s := until - time.monotonic()) > 0:  # Retry-After may be long
+                self._check_stop()
+                time.sleep(min(left_s, RETRIES.longest_pause_s))
             outcome = self._try(path, content, headers)
             if isinstance(outcome, HttpAnswer):
                 return outcome

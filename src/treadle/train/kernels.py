@@ -174,13 +174,13 @@ def adamw_8bit_update(
     betas: tuple[float, float],
     rate: float,
     decay: float,
-    progress_count: int,
+    num_moves: int,
 ) -> None:
     """Equivalent to AdamW8bit._move_chunk: moments (codes, peaks), weights and all roundings in one pass."""
     rows, block = 4, mean[0].shape[1]
     num_blocks = len(mean[0])
     _move_8bit_kernel[(triton.cdiv(num_blocks, rows),)](
         weights, gradient, *mean, *square, weights.numel(), num_blocks, seed, *betas,
-        rate / (1 - betas[0] ** progress_count), decay, (1 - betas[1] ** progress_count) ** -0.5,
+        rate / (1 - betas[0] ** num_moves), decay, (1 - betas[1] ** num_moves) ** -0.5,
         ROWS=rows, BLOCK=block, num_warps=4,
     )  # fmt: skip

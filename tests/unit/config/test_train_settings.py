@@ -178,3 +178,12 @@ def test_publish_interval_and_timeout_follow_from_the_mode(mode, interval, given
     assert (config.publish_interval, config.publish_deadline_s) == (interval, deadline_s)
     given = TrainConfig(weight_bridge_mode=mode, vllm_restart_interval=5, publish_timeout_s=7)
     assert (given.publish_interval, given.publish_deadline_s) == (given_interval, 7)
+
+
+def test_use_wandb_adds_it_and_a_flag_takes_it_out_again(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[train]\ntrack = ["tensorboard"]\nuse_wandb = true\n')
+    assert load_run(file).train.track == ("tensorboard", "wandb")
+    assert load_run(file, {"train.use_wandb": "n"}).train.track == ("tensorboard",)
+    with pytest.raises(ConfigError, match="use_wandb' is 'maybe'"):
+        load_run(file, {"train.use_wandb": "maybe"})

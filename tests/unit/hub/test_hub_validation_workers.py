@@ -75,7 +75,7 @@ def test_a_client_that_goes_away_leaves_the_others_their_answers():
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_killed_porter_is_replaced_and_its_orders_are_done_by_another(num_workers):
+def test_a_killed_worker_is_replaced_and_another_does_its_requests(num_workers):
     async def scenario(validators: ValidationWorkers) -> None:
         under_way = [asyncio.create_task(validators.admit(body(tag, 20_000), ORDER)) for tag in range(16)]
         await asyncio.sleep(0.02)
@@ -88,7 +88,7 @@ def test_a_killed_porter_is_replaced_and_its_orders_are_done_by_another(num_work
     at_work(num_workers, scenario)
 
 
-def test_porters_that_died_while_idle_are_no_fault_of_the_next_body():
+def test_workers_that_died_while_idle_are_no_fault_of_the_next_body():
     """The system may kill several at once when memory runs out."""
 
     async def scenario(validators: ValidationWorkers) -> None:
@@ -227,5 +227,15 @@ def test_an_answer_that_cannot_be_read_keeps_nobody_waiting(monkeypatch):
         with pytest.raises(Refused) as refused:
             await validators.admit(body(1), ORDER)
         assert refused.value.status == 413
+
+    at_work(1, scenario)
+
+
+def test_a_worker_that_has_ended_is_not_killed_again(monkeypatch):
+    async def scenario(validators: ValidationWorkers) -> None:
+        (worker,) = validators.workers
+        assert await worker.end() == -signal.SIGKILL
+        monkeypatch.setattr(worker, "kill", lambda: pytest.fail("its number may be that of another process"))
+        assert await worker.end() == -signal.SIGKILL
 
     at_work(1, scenario)

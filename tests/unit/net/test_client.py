@@ -138,3 +138,17 @@ def test_pauses_double_with_jitter_until_the_time_is_over():
         assert longest_s / 2 <= pause_s <= longest_s
     assert len(set(pauses)) > 10
     assert Retries(RetryPolicy(give_up_after_s=0.0)).pause_s(Failure("x")) is None
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "all_proxy"])
+def test_a_proxy_may_be_given_without_a_scheme(variable: str, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv(variable, server.removeprefix("http://"))
+    with BlockingHttpClient("http://hub.invalid:8000", timeout_s=5, trust_env=True) as client:
+        client.request("GET", "/status")
+    assert Handler.asked[-1][1] == "http://hub.invalid:8000/status"
+    monkeypatch.setenv("no_proxy", "hub.invalid:8000")
+    with BlockingHttpClient("http://hub.invalid:8000", timeout_s=5, trust_env=True) as client, pytest.raises(NoAnswer):
+        client.request("GET", "/status")

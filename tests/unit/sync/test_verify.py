@@ -220,6 +220,7 @@ def test_a_restarted_engine_is_detected_before_a_write(folder, tmp_path):
     with serving(engine) as url:
         trainer = Trainer(folder, tmp_path, url)
         trainer.run(last=2)
+        trainer.sync.settle()  # version 2 is verified in the background
         engine.weights_file = tmp_path / "other.weights"
         engine._load(folder)
         engine.version = 0
