@@ -335,7 +335,7 @@ def choose_steps(config: RunConfig, explicit: frozenset[str]) -> int:
     if "train.steps" not in explicit or config.train.steps == config.steps:
         return config.steps
     if "steps" in explicit:
-        raise ConfigError(f"steps = {config.steps} and train.steps = {config.train.steps}", fix="give only --steps")
+        raise ConfigError(f"steps = {config.steps} and train.steps = {config.train.steps}", fix="give only steps")
     return config.train.steps
 
 
