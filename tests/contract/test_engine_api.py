@@ -505,6 +505,23 @@ def paused(api, mode):
     assert answer.json()["status"] == "paused", answer.text
 
 
+def test_a_limited_pause_ends_by_itself(api):
+    api.post("/bridge/pause", mode="keep", at_most_s=0.2)
+    assert api.get("/bridge/is_paused").json() == {"is_paused": True}
+    deadline = time.monotonic() + 20
+    while api.get("/bridge/is_paused").json()["is_paused"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert api.get("/health").json()["status"] == "ok"
+
+
+def test_a_later_pause_replaces_the_limit_of_an_earlier_one(api):
+    api.post("/bridge/pause", mode="keep", at_most_s=0.2)
+    api.post("/bridge/pause", mode="keep")
+    time.sleep(0.6)
+    assert api.get("/bridge/is_paused").json() == {"is_paused": True}
+    api.post("/bridge/resume")
+
+
 def freeze_a_stream(api, attempts=5):
     """A stream that a hold caught in the middle: (its first line, the lines to come). On a busy machine a pause may be
     too late, after the last token; then another stream is tried."""

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from treadle.engines.vllm.command import KEY_VARIABLE
 from treadle.engines.vllm.completions import VllmOutput, VllmRequest, decode_output
 
 SOON_S = 10.0
@@ -79,7 +80,7 @@ class HttpCaller:
 
 @pytest.fixture(autouse=True)
 def _key(monkeypatch):
-    monkeypatch.setenv("VLLM_API_KEY", "key")
+    monkeypatch.setenv(KEY_VARIABLE, "key")
 
 
 def output(*entries, text="", finish_reason=None):

@@ -17,6 +17,7 @@ from tests.vllm.conftest import ADAPTERS_KEPT, HAS_GPU, OTHER, SAME, SAME_ADAPTE
 from tests.vllm.reference import load, logits_after, logprobs_of, mean_difference
 from treadle.engines.interface import Request
 from treadle.engines.sampling import SamplingParams
+from treadle.engines.vllm.command import KEY_VARIABLE
 from treadle.errors import EngineError, RequestError
 from treadle.sync.fingerprint import fingerprints as fingerprints_of
 from treadle.sync.protocol import EngineLink
@@ -378,7 +379,7 @@ def test_a_request_for_one_token_overtakes_waiting_rollouts(served):
 def test_unused_routes_are_closed_and_the_api_key_is_required(served):
     server = next(p for p in vllm_processes() if p.cmdline()[1:3] == ["-m", "vllm.entrypoints.openai.api_server"])
     url = "http://127.0.0.1:" + server.cmdline()[server.cmdline().index("--port") + 1]
-    key = {"Authorization": f"Bearer {server.environ()['VLLM_API_KEY']}"}
+    key = {"Authorization": f"Bearer {server.environ()[KEY_VARIABLE]}"}
     listening = {c.laddr.ip for p in vllm_processes() for c in p.net_connections("tcp") if c.status == "LISTEN"}
     # With a GPU, torch.distributed's store of vLLM 0.26 listens on all addresses; 0.32 uses a file.
     is_known_open = HAS_GPU and served.engine.facts.version.startswith("0.26")

@@ -9,20 +9,27 @@ import pytest
 
 from treadle.engines.interface import Request
 from treadle.engines.sampling import SamplingParams
+from treadle.engines.vllm.command import SCHEDULER
 
 from .conftest import HAS_GPU, serve, wait_until
 
-LEAN = "LeanAsyncScheduler" if HAS_GPU else "LeanScheduler"
 pytestmark = pytest.mark.full  # starts another server
 LONG = 100  # tokens: three messages and a part of one
 
 
 @pytest.fixture(scope="module")
-def lean(tiny_model, tmp_path_factory):
-    flag = f"--scheduler-cls=treadle.engines.vllm.scheduler.{LEAN}"
-    served = serve(tiny_model, tmp_path_factory.mktemp("lean") / "weights", enable_lora=False, vllm_args=flag)
-    yield served
-    served.close()
+def other(tiny_model, tmp_path_factory):
+    """An engine with the scheduler that is not the default: on a GPU vLLM's own, on a CPU ours."""
+    scheduler = "vllm.v1.core.sched.async_scheduler.AsyncScheduler" if HAS_GPU else SCHEDULER
+    flag = f"--scheduler-cls={scheduler}"
+    found = serve(tiny_model, tmp_path_factory.mktemp("other") / "weights", enable_lora=False, vllm_args=flag)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def lean(served, other):
+    return served if HAS_GPU else other
 
 
 def requests(**changes):
@@ -39,8 +46,8 @@ def sampled(served, asked):
 
 
 @pytest.mark.parametrize("num_top", [0, 3], ids=["sampled", "tops"])
-def test_tokens_and_logprobs_are_those_of_the_stock_scheduler(served, lean, num_top):
-    ours, stock = (sampled(each, requests(num_top=num_top)) for each in (lean, served))
+def test_tokens_and_logprobs_are_those_of_the_stock_scheduler(served, other, num_top):
+    ours, stock = (sampled(each, requests(num_top=num_top)) for each in (served, other))
     assert [one.token_ids for one in ours] == [one.token_ids for one in stock]
     for mine, theirs in zip(ours, stock, strict=True):
         assert len(mine.token_ids) == len(mine.logprobs) == LONG

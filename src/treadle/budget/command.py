@@ -19,6 +19,7 @@ from treadle.budget.output import StartCommands, as_json, show
 from treadle.budget.shapes import find_shape, shape_of_size
 from treadle.budget.suggestions import SAFE, largest_micro_tokens, settings_of, suggest, take_less
 from treadle.config.load import (
+    concurrent_sequences,
     explicit_keys,
     fitting_group_size,
     keys_in,
@@ -198,7 +199,7 @@ def _job(
         has_block_attention=train.attention == "blocks" or (train.attention == "auto" and not has_gpu),
         has_reference=train.kl_coef > 0 and train.kl_against == "reference",
         is_reference_offloaded=train.reference_offload,
-        max_num_seqs=engine.max_num_seqs,
+        max_num_seqs=concurrent_sequences(run, explicit),
         max_model_len=longest,
         gpu_memory_utilization=engine.gpu_memory_utilization if has_share else None,
     )

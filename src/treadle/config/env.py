@@ -160,7 +160,8 @@ class PaceOptions(Section):
     pace: Literal["auto", "waves", "stream"] = option(
         "auto",
         "waves: the prompts of a step side by side, so that a seed gives the same curve; stream: as many groups as "
-        "keep the engine busy; auto: waves for single turns of which no group is dropped",
+        "keep the engine busy; auto: waves for single turns of which no group is dropped, but stream with vLLM on a "
+        "GPU that samples ahead (max_age)",
     )
     max_age: Count = shared("max_age", default=DEFAULT_MAX_AGE)
     max_num_workers: int = option(-1, "stream: groups in flight at most; -1: as many as the engine works on")

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from treadle.config.atropos import SHORTHANDS, expand_shorthands
-from treadle.config.env import MIN_GROUP_SIZE, EnvConfig, labels_of, parse_environments
+from treadle.config.env import DEFAULT_MAX_AGE, MIN_GROUP_SIZE, EnvConfig, labels_of, parse_environments
 from treadle.config.files import (
     SECTIONS,
     VARIABLE,
@@ -25,7 +25,7 @@ from treadle.config.files import (
     with_our_names,
     without_secrets,
 )
-from treadle.config.schema import RunConfig
+from treadle.config.schema import RunConfig, has_vllm
 from treadle.config.section import SHARED_BY, set_value
 from treadle.config.sync import FIND_BRIDGE_FILE
 from treadle.config.train import MISMATCHES, OBJECTIVES
@@ -33,6 +33,7 @@ from treadle.errors import ConfigError
 
 DERIVED = "derived"  # in a run's config.json: values that the launcher chose for this one run, such as its ports
 PROMPT_ROOM = 1024  # tokens before a completion
+MAX_DERIVED_SEQUENCES = 1024  # on an H200 more in flight are not faster (docs/engine.md)
 T = TypeVar("T", bound=BaseModel)
 
 
@@ -346,6 +347,18 @@ def longest_sequence(config: RunConfig, explicit: frozenset[str]) -> int:
     completion = max(env.max_token_length for env in config.environments)
     wanted = -(-(completion + PROMPT_ROOM) // 256) * 256
     return min(asked) if asked else max(*given.values(), wanted)
+
+
+def concurrent_sequences(config: RunConfig, explicit: frozenset[str]) -> int:
+    """Completions that the engine generates at the same time: as the user gave it, else for vLLM all that may be in
+    flight, which are the batches of 1 + max_age steps, or twice as many if groups with equal scores are dropped."""
+    given = config.engine.max_num_seqs
+    if "engine.max_num_seqs" in explicit or not has_vllm(config.engine):
+        return given
+    max_age = DEFAULT_MAX_AGE if config.max_age is None else config.max_age
+    in_flight = (1 + max_age) * config.train.sequences_per_step
+    may_drop = any(env.ensure_scores_are_not_same for env in config.environments)
+    return max(given, min(MAX_DERIVED_SEQUENCES, in_flight * (2 if may_drop else 1)))
 
 
 def fitting_group_size(group_size: int, batch_size: int) -> int:

@@ -197,6 +197,12 @@ class SpeedOptions(Section):
         False, "compute activations again in the backward pass: less memory, a third more time"
     )
     compile: Automatic = option("auto", "torch.compile of the layers; auto: on a GPU")
+    card_sharing: Literal["auto", "turns", "mps", "free"] = option(
+        "auto",
+        "engine and trainer on one GPU: the engine pauses during forward and backward (turns), both compute through "
+        "CUDA MPS (mps) or without it (free); auto: MPS where it works, and turns if the first steps show that they "
+        "are faster",
+    )
     fused_kernels: Literal["none", "liger"] = option(
         "none", "liger-kernel's norms, rotary embedding and SwiGLU (GPU only)"
     )
@@ -256,7 +262,7 @@ class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions,
     engine_url: str = shared("engine_url", "it gets the weights")
     # what stays
     save_path: Path = option(Path("trained_model_checkpoints"), "folder for checkpoints and the final model")
-    checkpoint_interval: Count = option(25, "steps between resumable checkpoints; 0: only at the end")
+    checkpoint_interval: Count = option(25, "steps between resumable checkpoints, and one at the end; 0: none")
     keep_checkpoints: PositiveInt = option(
         2, "number of checkpoints that are kept; with two, a damaged one can be skipped"
     )

@@ -333,6 +333,17 @@ def check_start_method(env: Mapping[str, str], *, has_gpu: bool) -> Finding:
     return Finding(name, "ok", method or "as vLLM chooses")
 
 
+def check_mps(control: str | None, *, has_gpu: bool) -> Finding:
+    """`control`: the path of the daemon's program; None: it is not there."""
+    name = "CUDA MPS"
+    if not has_gpu:
+        return Finding(name, "ok", "skipped, there is no NVIDIA GPU")
+    if control is None:
+        found = "nvidia-cuda-mps-control is not there: engine and trainer on one GPU take time slices, or turns"
+        return Finding(name, "warning", found, "install it with NVIDIA's driver, or leave it (--train.card-sharing)")
+    return Finding(name, "ok", f"{control}: engine and trainer on one GPU run side by side")
+
+
 def check_bytecode(env: Mapping[str, str]) -> Finding:
     if env.get("PYTHONDONTWRITEBYTECODE"):
         found = "PYTHONDONTWRITEBYTECODE is set: every start compiles all libraries again"

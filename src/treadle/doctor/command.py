@@ -26,6 +26,7 @@ from treadle.errors import ConfigError, MissingExtra
 from treadle.formatting import Finding, problems, show_findings
 from treadle.launch.folder import is_run_live, nearest_existing, resume_advice
 from treadle.launch.machine import SHARED_MEMORY, count_cores
+from treadle.launch.mps import CONTROL as MPS_CONTROL
 from treadle.launch.process_plan import CONFIG_FILE, LOG_FOLDER, server_addresses
 from treadle.launch.supervisor import tail_of
 from treadle.net.access_tokens import HUB_TOKEN_VARIABLE as HUB_TOKEN
@@ -96,6 +97,7 @@ def check_machine(config: RunConfig, env: Mapping[str, str], report: Report) -> 
         *_check_vllm(config, has_gpu=has_gpu),
         checks.check_start_method(env, has_gpu=has_gpu),
         checks.check_allocator(env, has_gpu=has_gpu),
+        checks.check_mps(shutil.which(MPS_CONTROL), has_gpu=has_gpu),
         check_memory_sharing(sharing, str(memory_folder)),
         check_cuda_sharing(sharing, survey.survey_host(env)),
         *_check_hardware(config, cache, has_gpu=has_gpu),

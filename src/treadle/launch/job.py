@@ -35,6 +35,7 @@ from treadle.launch.attachment import (
 from treadle.launch.folder import save_versions
 from treadle.launch.machine import Listeners, held_ports, port_of, read_machine_facts
 from treadle.launch.monitor import MemorySampler, RunMonitor
+from treadle.launch.mps import under_mps
 from treadle.launch.preflight import (
     check_one_trainer,
     checked_resume,
@@ -44,7 +45,14 @@ from treadle.launch.preflight import (
     resolve_paths,
     run_label,
 )
-from treadle.launch.process_plan import CONFIG_FILE, LOG_FOLDER, AccessTokens, RunPlan, build_plan, server_addresses
+from treadle.launch.process_plan import (
+    CONFIG_FILE,
+    LOG_FOLDER,
+    AccessTokens,
+    RunPlan,
+    build_plan,
+    server_addresses,
+)
 from treadle.launch.supervisor import KILLED, Stopped, StopRequest, Supervisor
 from treadle.launch.view import RunPage, Screen, ViewState, choose_view, current_phase
 from treadle.net.address import shown_url, without_token
@@ -256,10 +264,10 @@ class RunSession:
     def run(self, *, plain: bool, on_served: Callable[[], None] | None = None) -> None:
         """`on_served` is called once, when hub and engine are ready."""
         state = ViewState(self._plan.config, self._plan.run_folder.name, phase=_start_phase(self._plan))
-        # The trainer loads its libraries while it waits for the engine.
-        first = [spec for spec in self._plan.processes if spec.serves or spec.name == "trainer"]
-        rest = [spec for spec in self._plan.processes if spec not in first]
-        with self._stop.listening(), self._supervisor, self._memory:
+        with self._stop.listening(), under_mps(self._plan, _say) as plan, self._supervisor, self._memory:
+            # The trainer loads its libraries while it waits for the engine.
+            first = [spec for spec in plan.processes if spec.serves or spec.name == "trainer"]
+            rest = [spec for spec in plan.processes if spec not in first]
             try:
                 with Screen(choose_view(plain=plain), state, self._refresh) as self._screen:
                     self._supervisor.start(first)

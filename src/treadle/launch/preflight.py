@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from treadle.config import DEFAULT_MODEL
 from treadle.config.env import EnvConfig, folder_of, labels_of
 from treadle.config.load import choose_steps, value_of, with_absolute_paths, with_fitting_groups, with_values
-from treadle.config.schema import RunConfig, requires_vllm
+from treadle.config.schema import RunConfig, has_vllm, may_use_gpu, requires_vllm
 from treadle.engines.model_folder import check_model_folder
 from treadle.engines.vllm.command import find_vllm
 from treadle.envs.base import load_environment, prepare_task
@@ -141,11 +141,17 @@ def with_environments(config: RunConfig, environments: Sequence[EnvConfig]) -> R
 
 
 def settle_environments(config: RunConfig, problems: Problems) -> RunConfig:
-    """Settle each environment; errors are added to `problems`. Several environments share batches, so they stream."""
+    """Settle each environment; errors are added to `problems`.
+
+    Several environments share batches, so they stream. So does one on a GPU that samples ahead: with waves a version is
+    published only when nothing older is in flight, and the engine runs half as many sequences.
+    """
+    samples_ahead = config.max_age != 0 and has_vllm(config.engine) and may_use_gpu(config.engine.device)
     settled = list(config.environments)
     for place, env in enumerate(settled):
+        streams = config.envs or (samples_ahead and env.pace == "auto" and env.max_age > 0)
         with problems.collected():
-            settled[place] = resolve_environment(env.model_copy(update={"pace": "stream"}) if config.envs else env)
+            settled[place] = resolve_environment(env.model_copy(update={"pace": "stream"}) if streams else env)
     return with_environments(config, settled)
 
 

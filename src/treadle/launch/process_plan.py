@@ -19,7 +19,14 @@ from treadle.config.env import DEFAULT_MAX_AGE, folder_of, labels_of, process_of
 from treadle.config.files import VARIABLE as SETTINGS_VARIABLE
 from treadle.config.files import secret_variable
 from treadle.config.flag_spelling import respell_flags
-from treadle.config.load import choose_steps, explicit_keys, longest_sequence, value_of, with_values
+from treadle.config.load import (
+    choose_steps,
+    concurrent_sequences,
+    explicit_keys,
+    longest_sequence,
+    value_of,
+    with_values,
+)
 from treadle.config.schema import SECTIONS_OF_PROCESS, RunConfig
 from treadle.config.train import FLOAT32_LR, TrainConfig
 from treadle.errors import ConfigError
@@ -133,6 +140,7 @@ def build_plan(
         "hub.run_folder": run_folder,
         "engine.threads": threads,
         "engine.max_model_len": longest,
+        "engine.max_num_seqs": concurrent_sequences(config, explicit),
         "train.seq_len": longest,
         **({} if config.engine_url else engine_of_mode(config.train, run_folder, facts, explicit)),
         **_of_environments(config, run_folder, explicit),

@@ -18,6 +18,7 @@ from treadle.errors import Problems
 
 def main(config: TrainConfig) -> None:
     """Train until the last step, or until SIGTERM, which saves a checkpoint first."""
+    from treadle.engines.models import cache_folder
     from treadle.sync.model_folders import find_model
     from treadle.train.requirements import check_trainer
 
@@ -27,6 +28,8 @@ def main(config: TrainConfig) -> None:
     with problems.collected():
         check_trainer(config, os.environ, folder)
     problems.raise_all()
+    # torch's own default is below /tmp, which is emptied at a restart of the machine.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
     gc.disable()  # collections take 0.8 of the 6 s of CPU of importing torch and transformers, and free nothing
     from treadle.train.process import run_trainer
 

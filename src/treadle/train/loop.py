@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from treadle.log import get_logger
 from treadle.sync.protocol import Publishable, PublishResult
 from treadle.track import Tracker
 from treadle.track.files import HealthFile, RolloutTokens, TokenFiles
+from treadle.train.card_sharing import CardSharing
 from treadle.train.checkpoint import Checkpoints, Restored, Totals, random_state, restore_random_state
 from treadle.train.health import HealthCheck
 from treadle.train.loss import LossStats, LossTokens, policy_loss
@@ -72,6 +73,7 @@ def accumulate_gradients(
     config: TrainConfig,
     frozen: FrozenLogprobs | None = None,
     check_stop: Callable[[], None] = lambda: None,
+    card: CardSharing | None = None,
 ) -> LossStats:
     """Run forward and backward through every micro. The loss is a mean over the whole step, so the result does not
     depend on how the batch was split.
@@ -80,7 +82,8 @@ def accumulate_gradients(
     """
     frozen = frozen or FrozenLogprobs()
     stats = LossStats()
-    with _restore_rng_on_stop(), policy.ranks.agreeing(check_stop), policy.computing():
+    card = card or CardSharing()
+    with _restore_rng_on_stop(), policy.ranks.agreeing(check_stop), policy.computing(), card.computing():
         for index in policy.ranks.own([micro.cost for micro in batch.micros]):
             check_stop()
             micro = batch.micros[index]
@@ -128,6 +131,7 @@ def train(
     tokens: RecentTokenRecord | None = None,
     health_file: HealthFile | None = None,
     check_stop: Callable[[], None] = lambda: None,
+    card: CardSharing | None = None,
 ) -> None:
     """Train from `restored` to `config.steps`. `publish` brings a version of the weights to the engine.
 
@@ -136,6 +140,7 @@ def train(
     """
     step = saved = restored.step
     throughput = ThroughputMeter(policy, restored)
+    card = card or CardSharing()
     health = HealthCheck(max_age=config.max_age + config.publish_interval - 1)
     publish(policy, step)  # a broken sync mode fails here, before the first batch is used
     try:
@@ -150,7 +155,8 @@ def train(
                     policy.write_step()
                 # A stop is obeyed until the first update of the batch: after that, weights, optimizer and step must
                 # change together.
-                stats = accumulate_gradients(policy, batch, config, frozen, check_stop if epoch == 0 else lambda: None)
+                stop_here = check_stop if epoch == 0 else lambda: None
+                stats = accumulate_gradients(policy, batch, config, frozen, stop_here, card)
                 losses = stats.metrics()
                 clock.lap("fwd_bwd_s")
                 if epoch == 0:
@@ -174,17 +180,17 @@ def train(
                 **throughput.metrics(batch, clock, epochs=epoch + 1),
             }
             step += 1
+            card.record(clock.total_s)
             if tracker is not None:
                 tracker.log(step, metrics)
             if tokens is not None:
                 tokens.keep(step, batch, frozen)
             log.info("step", step=step, reward=metrics["reward"], grad_norm=outcome.grad_norm, seconds=clock.total_s)
-            for line in health.check(step, metrics):
-                log.warning("health", step=step, message=line)
-                if health_file is not None:
-                    health_file.write(step, line)
+            _report_health(step, health.check(step, metrics), health_file)
+            if step == config.steps:
+                checkpoints.save_final(policy, is_merged=config.merge_final)  # before the much larger checkpoint
             # Metrics are written before the checkpoint: a surplus line is dropped on resume, a missing one is lost.
-            if step == config.steps or (config.checkpoint_interval and step % config.checkpoint_interval == 0):
+            if is_checkpoint_due(step, config):
                 checkpoints.save(step, policy, optimizer, throughput.totals())
                 saved = step
             feed.ack(leased)  # last: a crash before this repeats the step
@@ -192,7 +198,25 @@ def train(
         if step > saved:
             checkpoints.save(step, policy, optimizer, throughput.totals())
         raise
-    checkpoints.save_final(policy, is_merged=config.merge_final)
+    if step == restored.step:  # the last checkpoint was of the last step
+        checkpoints.save_final(policy, is_merged=config.merge_final)
+
+
+def is_checkpoint_due(step: int, config: TrainConfig) -> bool:
+    """At every interval and after the last step; never if the interval is 0.
+
+    >>> [step for step in range(1, 8) if is_checkpoint_due(step, TrainConfig(steps=7, checkpoint_interval=3))]
+    [3, 6, 7]
+    """
+    interval = config.checkpoint_interval
+    return interval > 0 and (step == config.steps or step % interval == 0)
+
+
+def _report_health(step: int, lines: Iterable[str], file: HealthFile | None) -> None:
+    for line in lines:
+        log.warning("health", step=step, message=line)
+        if file is not None:
+            file.write(step, line)
 
 
 # ---- values per token

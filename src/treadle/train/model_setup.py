@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -160,6 +160,18 @@ def _lean_form(module: Any, dtype: torch.dtype) -> Callable[..., Tensor] | None:
 
 
 # ---- checkpointing, compilation and fused kernels
+
+
+def _inductor_options() -> dict[str, Any]:
+    """Compile one code for all sizes. By default inductor decides by the number of tokens whether to fuse two
+    reductions, and compiles the layers again for smaller micros, which took 10 s in the middle of a run."""
+    from torch._inductor import config
+
+    if hasattr(config.triton, "mix_order_reduction_non_strict_mode"):
+        return {"triton.mix_order_reduction_non_strict_mode": True}
+    return {"triton.mix_order_reduction": False} if hasattr(config.triton, "mix_order_reduction") else {}
+
+
 def prepare_layers(model: Any, config: TrainConfig, *, can_compile: bool) -> None:
     """Enable checkpointing and compilation per layer: layers are alike, so the compiled code of one serves all."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -178,7 +190,7 @@ def prepare_layers(model: Any, config: TrainConfig, *, can_compile: bool) -> Non
         )
     if config.compile != "off" and can_compile:
         for layer in layers:
-            layer.compile(dynamic=True)
+            layer.compile(dynamic=True, options=_inductor_options())
 
 
 def use_fused_kernels(model: nn.Module, config: TrainConfig) -> None:
@@ -203,15 +215,15 @@ MAX_ROUNDINGS, TINY = 4.0, 1e-4
 MIXING_MODULES = (nn.Conv1d, nn.RNNBase)
 
 
-def sample_group(vocab_size: int) -> ScoredGroup:
-    """Two rollouts of one prompt, of random tokens: packing errors show with any."""
+def sample_group(vocab_size: int, num_tokens: Sequence[int] = NUM_COMPLETION) -> ScoredGroup:
+    """Rollouts of one prompt, of random tokens: packing errors show with any."""
     draw = torch.Generator().manual_seed(0)
-    lengths = (NUM_PROMPT, *NUM_COMPLETION)
+    lengths = (NUM_PROMPT, *num_tokens)
     prompt, *completions = (torch.randint(vocab_size, (n,), generator=draw).tolist() for n in lengths)
     return ScoredGroup(
         tokens=[prompt + completion for completion in completions],
         masks=[[IGNORED] * NUM_PROMPT + completion for completion in completions],
-        scores=[0.0, 1.0],
+        scores=[float(index) for index in range(len(completions))],
     )
 
 

@@ -138,20 +138,25 @@ def pack_into_bins(items: Sequence[tuple[int, float]], capacity: int) -> list[li
     [[0, 3], [1, 2]]
     """
     num_bins = -(-sum(min(size, capacity) for size, _ in items) // capacity)
+    while (bins := _fill_bins(items, capacity, num_bins)) is None:
+        num_bins += 1
+    return [sorted(chosen) for chosen in bins if chosen]
+
+
+def _fill_bins(items: Sequence[tuple[int, float]], capacity: int, num_bins: int) -> list[list[int]] | None:
+    """None: an item does not fit. Then all start again with one bin more, so that no bin holds only what was left."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     sizes, costs = np.zeros(num_bins, dtype=np.int64), np.zeros(num_bins)
     for index in sorted(range(len(items)), key=lambda i: (-items[i][1], i)):
         size, cost = items[index]
         has_space = (sizes == 0) | (sizes + size <= capacity)
         if not has_space.any():
-            bins.append([])
-            sizes, costs = np.append(sizes, 0), np.append(costs, 0.0)
-            has_space = np.append(has_space, True)
+            return None
         chosen = int(np.where(has_space, costs, np.inf).argmin())
         bins[chosen].append(index)
         sizes[chosen] += size
         costs[chosen] += cost
-    return [sorted(chosen) for chosen in bins if chosen]
+    return bins
 
 
 def pack(

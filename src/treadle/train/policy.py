@@ -10,6 +10,7 @@ the engine is paused.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -25,6 +26,8 @@ from treadle.config import TrainConfig
 from treadle.config.train import LOGPROB_CHUNK
 from treadle.errors import ConfigError, ModelError
 from treadle.loading import choose_device, choose_matmul_backend, loading_options, num_weights
+from treadle.log import get_logger
+from treadle.support import fast_dtype
 from treadle.sync.layout import Layout
 from treadle.sync.protocol import AttachedModel, TokenScores
 from treadle.sync.shared_memory import bind_parameters, map_weights
@@ -36,17 +39,19 @@ from treadle.train.model_setup import (
     choose_trainable,
     packed_sample,
     prepare_layers,
+    sample_group,
     score_unpacked,
     use_fused_kernels,
     use_recomputing_modules,
 )
-from treadle.train.pack import Micro, Segment
+from treadle.train.pack import Micro, Segment, pack
 from treadle.train.ranks import ALONE, Ranks
 from treadle.train.reference import Reference, build_reference
 
 if TYPE_CHECKING:
     from treadle.train.lora import ServedAdapter
 
+log = get_logger("trainer")
 _write_live = partial(write_folder, is_durable=False)  # after a power failure everything is published again
 
 
@@ -274,6 +279,30 @@ def share_policy(layout: Layout, config: TrainConfig, ranks: Ranks = ALONE, *, h
     bind_parameters(model, layout)
     model.to(next(model.parameters()).device)  # moves the buffers; the parameters are there
     return Policy(model, config, folder=Path(layout.model), is_the_engines=True)
+
+
+def compile_ahead(folder: Path, config: TrainConfig) -> None:
+    """Compile the layers before the engine's weights are there: with two layers of this model, small and random.
+
+    The compiled code serves all sizes, so the policy's first step finds it in the caches of this process. The small
+    model's memory is not given back to the GPU: vLLM fails to start if memory becomes free while it measures its own.
+    """
+    device = choose_device(config.device)
+    if device.type != "cuda" or config.compile == "off" or config.quantization != "none" or config.train_layer_indices:
+        return
+    started = time.monotonic()
+    settings = AutoConfig.from_pretrained(folder)
+    settings.num_hidden_layers, settings.vocab_size, settings.pad_token_id = 2, 1024, None
+    if getattr(settings, "layer_types", None):
+        settings.layer_types = settings.layer_types[:2]
+    dtype = getattr(torch, fast_dtype("cuda") if config.dtype == "auto" else config.dtype)
+    with torch.random.fork_rng(devices=[device]), device:
+        model = AutoModelForCausalLM.from_config(settings, dtype=dtype)
+    policy = Policy(model, config, folder=folder)
+    policy.score_tokens(range(17))
+    (micro,) = pack([sample_group(policy.vocab_size, (20, 28, 37))], TrainConfig(share_prompts="on")).micros
+    policy.score(micro)[0].sum().backward()
+    log.info("compiled_ahead", seconds=time.monotonic() - started)
 
 
 def build_policy(engine: AttachedModel, config: TrainConfig, ranks: Ranks = ALONE) -> Policy:

@@ -15,17 +15,19 @@ from treadle.loading import choose_device, report_loading
 from treadle.log import get_logger
 from treadle.net.address import shown_url
 from treadle.sync.layout import Layout
+from treadle.sync.model_folders import local_folder
 from treadle.sync.modes import choose_sync
 from treadle.sync.protocol import AttachedModel, Publishable, PublishResult, SyncMode
 from treadle.sync.verify import check_saved_weights
 from treadle.track import Tracker, build_tracker
 from treadle.track.files import HEALTH_FILE, TOKENS_FOLDER, HealthFile
 from treadle.track.trackers import DEFAULT_PROJECT, group_of
+from treadle.train.card_sharing import share_card
 from treadle.train.checkpoint import Checkpoints
 from treadle.train.feed import HubFeed, open_feed
 from treadle.train.loop import RecentTokenRecord, train
 from treadle.train.optimizers import build_optimizer
-from treadle.train.policy import build_policy
+from treadle.train.policy import build_policy, compile_ahead
 from treadle.train.ranks import Ranks, join_ranks
 from treadle.train.stop import StopRequested, StopSwitch
 from treadle.watch.waits import Waits, WaitSpec
@@ -157,6 +159,7 @@ def out_of_memory_error(error: RuntimeError, config: TrainConfig) -> OutOfMemory
 def _train(
     config: TrainConfig, ranks: Ranks, mode: WatchedSync, waits: Waits, stop: StopSwitch, progress: TrainerProgress
 ) -> None:
+    _compile_while_engine_loads(config, progress)
     engine = mode.attach()
     # The sync mode decides where the live weights are; rank 0 alone publishes them.
     with report_loading(progress.loads):
@@ -192,6 +195,7 @@ def _train(
         train(
             config, policy, optimizer, feed, mode.publish if ranks.leads else write_weights, checkpoints, tracker,
             reference=reference, restored=restored, tokens=tokens, health_file=health_file, check_stop=progress.check,
+            card=share_card(config, engine.layout, policy.device) if ranks.leads else None,
         )  # fmt: skip
         if is_done:
             feed.register(registration)  # after the publish: environments now evaluate the weights
@@ -206,6 +210,18 @@ def _train(
     finally:
         if tracker is not None:
             tracker.close()
+
+
+def _compile_while_engine_loads(config: TrainConfig, progress: TrainerProgress) -> None:
+    """Only time is saved, so an error here is not one of the run."""
+    folder = local_folder(config.model) if "model" in config.model_fields_set else None
+    if folder is None:
+        return
+    progress.loads("compiling layers", 0, 1)
+    try:
+        compile_ahead(folder, config)
+    except Exception as error:  # any family of models
+        log.warning("not_compiled_ahead", problem=f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS])
 
 
 def open_tracker(config: TrainConfig) -> Tracker:

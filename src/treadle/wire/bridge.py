@@ -19,6 +19,7 @@ class Pause(msgspec.Struct, kw_only=True):
     """POST /bridge/pause. "keep" freezes running requests between two tokens, "wait" lets them finish first."""
 
     mode: Literal["keep", "wait", "abort"] = "keep"
+    at_most_s: Annotated[float, msgspec.Meta(gt=0)] | None = None  # then it resumes by itself; None: never
 
 
 class Resume(msgspec.Struct, kw_only=True):

@@ -234,6 +234,12 @@ def test_forked_workers_are_reported() -> None:
     assert checks.check_start_method({}, has_gpu=True).verdict == "ok"
 
 
+def test_a_missing_mps_matters_only_with_a_gpu() -> None:
+    assert checks.check_mps(None, has_gpu=False).verdict == "ok"
+    assert checks.check_mps(None, has_gpu=True).verdict == "warning"
+    assert "/usr/bin/mps" in checks.check_mps("/usr/bin/mps", has_gpu=True).found
+
+
 def test_slow_starts_and_spinning_threads_are_reported() -> None:
     assert checks.check_bytecode({"PYTHONDONTWRITEBYTECODE": "1"}).verdict == "warning"
     assert checks.check_bytecode({}).verdict == "ok"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,7 +10,15 @@ import pytest
 
 from treadle.config import EngineConfig
 from treadle.engines.model_folder import CheckpointFacts, read_checkpoint_facts
-from treadle.engines.vllm.command import LORA_RANKS, Installation, ServerResources, lora_rank, server_command
+from treadle.engines.vllm.command import (
+    KEY_VARIABLE,
+    LORA_RANKS,
+    SCHEDULER,
+    Installation,
+    ServerResources,
+    lora_rank,
+    server_command,
+)
 from treadle.engines.vllm.server_process import suggest_fix
 from treadle.errors import ConfigError, ModelError
 from treadle.support import VLLM, fast_dtype
@@ -44,7 +53,7 @@ def test_the_stock_server_is_started_on_loopback_with_our_parts_in_it():
 
 def test_the_key_is_in_the_environment_and_on_no_command_line():
     started = command()
-    assert started.env["VLLM_API_KEY"] == "secret"
+    assert started.env[KEY_VARIABLE] == "secret"
     assert "secret" not in " ".join(started.argv)
 
 
@@ -276,6 +285,17 @@ def test_cuda_graphs_are_captured_up_to_max_num_seqs():
     assert name not in command(GPU, max_num_seqs=512).argv  # vLLM's default
     assert name not in command(CPU, max_num_seqs=1024).argv
     assert name not in command(GPU, max_num_seqs=1024, enforce_eager=True).argv
+
+
+def test_a_gpu_gets_the_scheduler_with_less_work_per_token():
+    assert flag(command(GPU).argv, "--scheduler-cls") == SCHEDULER
+    assert "--scheduler-cls" not in command(CPU).argv
+    assert "--scheduler-cls" not in command(dataclasses.replace(GPU, version="0.99.0")).argv  # an untested version
+    assert "--scheduler-cls" not in command(GPU, vllm_args="--scheduler_cls=my.Scheduler").argv
+
+
+def test_the_key_of_the_server_is_no_part_of_the_name_of_compiled_code():
+    assert "VLLM_API_KEY" not in command(GPU, inherited={"VLLM_API_KEY": "mine"}).env
 
 
 @pytest.mark.parametrize("own", ["--cudagraph-capture-sizes 1 2 4", "-O3", "--compilation-config={}"])

@@ -51,6 +51,15 @@ def test_everything_a_run_writes_lies_in_its_folder() -> None:
     assert config.engine.weights_file == Path(f"/dev/shm/treadle-{RUN.name}-4711.weights")
 
 
+def test_vllm_runs_all_sequences_that_may_be_in_flight() -> None:
+    vllm = {"engine.engine": "vllm", "max_age": "1", "train.batch_size": "256"}
+    assert plan_for(vllm).config.engine.max_num_seqs == 512
+    assert plan_for({**vllm, "env.ensure_scores_are_not_same": "true"}).config.engine.max_num_seqs == 1024
+    assert plan_for({**vllm, "train.batch_size": "16"}).config.engine.max_num_seqs == 128
+    assert plan_for({**vllm, "engine.max_num_seqs": "64"}).config.engine.max_num_seqs == 64
+    assert plan_for({**vllm, "engine.engine": "transformers"}).config.engine.max_num_seqs == 128
+
+
 def test_without_shared_memory_the_weights_lie_in_the_run_folder() -> None:
     weights_file = plan_for(has_shared_memory=False).config.engine.weights_file
     assert weights_file is not None

@@ -159,6 +159,11 @@ def test_packing_into_bins_is_deterministic_and_keeps_capacity():
     assert len(bins) <= sum(size for size, _ in things) // 100 + 2
 
 
+def test_no_bin_holds_only_what_was_left_over():
+    bins = pack_into_bins([(4218, 1.0)] * 16, 16_384)  # three fit into one bin
+    assert sorted(map(len, bins)) == [2, 2, 3, 3, 3, 3]
+
+
 @pytest.mark.parametrize(
     ("aggregation", "wanted"),
     [

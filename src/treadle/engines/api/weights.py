@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from treadle.engines.api.context import (
     ApiContext,
+    Handler,
     NotFound,
     decode,
     resolve_adapter_folder,
@@ -56,6 +57,7 @@ class BridgeRoutes:
     def __init__(self, context: ApiContext) -> None:
         self._context = context
         self._engine = context.engine
+        self._resuming: asyncio.Task[None] | None = None  # the end of a pause that the trainer limited
 
     def routes(self) -> list[Route]:
         reads = {
@@ -80,14 +82,33 @@ class BridgeRoutes:
         stats = self._context.stats
         return [
             *(route(path, handler, stats) for path, handler in reads.items()),
-            *(route(path, handler, stats, method="POST") for path, handler in changes.items()),
+            *(route(path, self._ending_pause(handler), stats, method="POST") for path, handler in changes.items()),
         ]
+
+    def _ending_pause(self, handler: Handler) -> Handler:
+        """Every change of the engine's state replaces the end of a limited pause."""
+
+        async def change(http: HttpRequest) -> Response:
+            if self._resuming is not None:
+                self._resuming.cancel()
+                self._resuming = None
+            return await handler(http)
+
+        return change
 
     async def pause(self, http: HttpRequest) -> Response:
         body = await decode(http, Pause)
         with self._context.publishers.authorize(http, allow_anonymous=True):
             await self._engine.hold(body.mode, HOLD_TIMEOUT_S)
+        if body.at_most_s is not None:
+            self._resuming = asyncio.create_task(self._resume_after(body.at_most_s))
         return self._now("paused")
+
+    async def _resume_after(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self._resuming = None
+        log.warning("pause_ended", reason="nobody resumed the engine", seconds=seconds)
+        await self._engine.release(None)
 
     async def resume(self, http: HttpRequest) -> Response:
         body = await decode(http, Resume)

@@ -19,7 +19,7 @@ from treadle.config import EngineConfig
 from treadle.config.sync import refuse_split_engine
 from treadle.engines.model_folder import CheckpointFacts
 from treadle.errors import ConfigError, MissingExtra
-from treadle.support import fast_dtype
+from treadle.support import VLLM, fast_dtype
 
 _LOOK = """
 import importlib.metadata, importlib.util, json
@@ -44,6 +44,10 @@ MAX_TOTAL_RANK = 256
 SERVER = "vllm.entrypoints.openai.api_server"
 MIDDLEWARE = "treadle.engines.vllm.middleware.TreadleRoutes"
 WORKER_EXTENSION = "treadle.engines.vllm.worker.TreadleWorker"
+SCHEDULER = "treadle.engines.vllm.scheduler.create_scheduler"
+# The key that middleware.py requires. Not VLLM_API_KEY: vLLM 0.26 makes it a part of the name of its compiled code,
+# which would then be compiled again at every start.
+KEY_VARIABLE = "TREADLE_VLLM_KEY"
 LOAD_FORMAT = "treadle"  # worker.py
 MODEL_NAME = "policy"  # of the base model, in requests to vLLM
 
@@ -51,6 +55,7 @@ VLLM_MAX_CAPTURED = 512  # sequences of the largest CUDA graph that vLLM capture
 MAX_CAPTURED = 2048  # each graph needs GPU memory
 MAX_BATCHED_TOKENS = 4096  # prompt tokens per step on a CPU
 SCHEDULING_FLAG = "--scheduling-policy"
+SCHEDULER_FLAG = "--scheduler-cls"
 LOAD_FLAG = "--load-format"
 # Flags of --vllm-args that are refused: clients talk to the engine, not to vLLM's server, so these would have no
 # effect, or lock the engine out, or contradict what the engine assumes.
@@ -67,6 +72,7 @@ _NOT_PASSED = {
     LOAD_FLAG: "the engine loads safetensors itself where it shares its weights, and on a CPU",
     "--api-server-count": "one process of vLLM's answers the engine",
 }
+_NOT_INHERITED = ("PYTHONDONTWRITEBYTECODE", "VLLM_API_KEY")
 _COMPILE_FLAGS = ("--enforce-eager", "--no-enforce-eager", "--compilation-config", "-O")
 
 
@@ -250,7 +256,7 @@ def _hardware_flags(config: EngineConfig, vllm: Installation, user_args: list[st
     flags = ["--tensor-parallel-size", str(config.tensor_parallel_size)]
     if not vllm.is_cpu:
         flags += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
-        flags += _graph_flags(config, user_args)
+        flags += [*_graph_flags(config, user_args), *_scheduler_flags(vllm, user_args)]
     chosen_already = any(word.startswith(_COMPILE_FLAGS) for word in user_args)
     # On a CPU torch.compile makes the start 90 s longer and generation a tenth faster.
     if config.enforce_eager or (vllm.is_cpu and not chosen_already):
@@ -273,11 +279,17 @@ def _graph_flags(config: EngineConfig, user_args: list[str]) -> list[str]:
     return ["--max-cudagraph-capture-size", str(min(config.max_num_seqs, MAX_CAPTURED))]
 
 
+def _scheduler_flags(vllm: Installation, user_args: list[str]) -> list[str]:
+    """On a GPU vLLM's host code limits the speed. The scheduler is built on internals of the tested versions."""
+    is_chosen = any(word.replace("_", "-").startswith(SCHEDULER_FLAG) for word in user_args)
+    return [] if is_chosen or vllm.version not in VLLM else [SCHEDULER_FLAG, SCHEDULER]
+
+
 def _environment(
     config: EngineConfig, vllm: Installation, resources: ServerResources, inherited: Mapping[str, str]
 ) -> dict[str, str]:
     settings = {
-        "VLLM_API_KEY": resources.api_key,  # not a flag: every user of the machine can read command lines
+        KEY_VARIABLE: resources.api_key,  # not a flag: every user of the machine can read command lines
         "VLLM_NO_USAGE_STATS": "1",
         # vLLM does not remove its sockets and lock files; the scratch folder is deleted with the process.
         "VLLM_RPC_BASE_PATH": str(resources.scratch),
@@ -299,7 +311,7 @@ def _environment(
         settings["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # else it fails at the first token
     if config.enable_lora:
         settings["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    kept = {name: value for name, value in inherited.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    kept = {name: value for name, value in inherited.items() if name not in _NOT_INHERITED}
     preset = {
         "VLLM_CACHE_ROOT": str(resources.cache),
         "TORCHINDUCTOR_CACHE_DIR": str(resources.cache / "inductor"),

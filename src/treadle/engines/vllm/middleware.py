@@ -35,7 +35,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from treadle.engines.vllm.command import MODEL_NAME
+from treadle.engines.vllm.command import KEY_VARIABLE, MODEL_NAME
 from treadle.engines.vllm.completions import GENERATE, LOAD, VllmChoice, VllmOutput, VllmRequest, decode_request
 from treadle.net.server import json_answer, unless_gone
 from treadle.sync.gate import PublishGate, wait_for_trainer
@@ -205,7 +205,7 @@ class TreadleRoutes:
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._app = app
-        self._expected = f"Bearer {os.environ['VLLM_API_KEY']}".encode()
+        self._expected = f"Bearer {os.environ[KEY_VARIABLE]}".encode()
         self._own = {
             "/treadle/hold": _hold,
             "/treadle/release": _release,

@@ -1,4 +1,4 @@
-"""vLLM's scheduler with less work per token, for its engine process (--scheduler-cls).
+"""vLLM's scheduler with less work per token, for its engine process. Its `--scheduler-cls` is `create_scheduler`.
 
 It schedules the same computations. Two things differ, because the GPU waits while they are done:
 - tokens are sent to the API process several at a time (output_batching.py), statistics a few times per second;
@@ -22,7 +22,13 @@ from treadle.engines.vllm.output_batching import OutputBatching
 STATS_S = 0.25  # interval of statistics; vLLM sends them with every step
 
 
-class _LeanScheduler:
+def create_scheduler(vllm_config: Any, **kwargs: Any) -> LeanScheduler | LeanAsyncScheduler:
+    """The scheduler for what vLLM decided: whether it schedules the next step while the present one is computed."""
+    kind = LeanAsyncScheduler if vllm_config.scheduler_config.async_scheduling else LeanScheduler
+    return kind(vllm_config=vllm_config, **kwargs)
+
+
+class _LessWorkPerToken:
     """Mixin for both of vLLM's schedulers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -69,12 +75,12 @@ class _LeanScheduler:
         return super().make_stats(*args, **kwargs)  # type: ignore[misc]
 
 
-class LeanScheduler(_LeanScheduler, Scheduler):
-    """For --no-async-scheduling, and for CPUs, where vLLM does not schedule asynchronously."""
+class LeanScheduler(_LessWorkPerToken, Scheduler):
+    pass
 
 
-class LeanAsyncScheduler(_LeanScheduler, AsyncScheduler):
-    """For GPUs: schedules the next step while the current one is computed."""
+class LeanAsyncScheduler(_LessWorkPerToken, AsyncScheduler):
+    pass
 
 
 def _skip_unneeded_allocations(scheduler: Any) -> None:
