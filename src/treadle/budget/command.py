@@ -81,7 +81,7 @@ def read_request(
     if not keys_in(asked, ["env.group_size"]) & explicit:
         group_size = fitting_group_size(group_size, run.train.sequences_per_step)
     planned = {
-        "train.world_size": train_gpus,
+        "train.ranks": train_gpus,
         "engine.tensor_parallel_size": max(1, engine_gpus),
         "env.group_size": group_size,
     }
@@ -105,10 +105,10 @@ def _with_largest_environment(run: RunConfig) -> RunConfig:
 
 def accepts(run: RunConfig, flags: Sequence[str]) -> bool:
     """Whether `treadle run` accepts the settings of `run` with these flags added."""
-    trainers = next((flag.split()[1] for flag in flags if flag.startswith("--train-gpus ")), run.train.world_size)
+    trainers = next((flag.split()[1] for flag in flags if flag.startswith("--train-gpus ")), run.train.ranks)
     given = {key: value for name, value in settings_of(flags).items() for key in keys_in(run, [name])}
     try:
-        changed = with_values(run, {**given, "train.world_size": trainers})
+        changed = with_values(run, {**given, "train.ranks": trainers})
         with_fitting_groups(changed, explicit_keys(run) | given.keys()).check_together()
     except ConfigError:
         return False
@@ -126,7 +126,7 @@ def _gpus(run: RunConfig, values: argparse.Namespace) -> tuple[int, int]:
             f"--engine-gpus {engine_gpus} and --engine.tensor-parallel-size {split} contradict each other",
             fix="give only one of them",
         )
-    return run.train.world_size if values._train_gpus is None else values._train_gpus, engine_gpus
+    return run.train.ranks if values._train_gpus is None else values._train_gpus, engine_gpus
 
 
 def _machine(run: RunConfig, values: argparse.Namespace, *, has_several_gpus: bool) -> Machine:

@@ -32,7 +32,7 @@ _BARS = {_WIDE_TERMINAL: 34, 80: 16, 0: 8}  # least terminal width in columns ->
 _COLOURS: dict[Verdict, str] = {"fits": "green", "tight": "yellow", "does not fit": "red", "not known": "dim"}
 _CAN_START: tuple[Verdict, ...] = ("fits", "tight")
 _OWNERS = {"trainer": "cyan", "engine": "magenta", "both": "blue", "others": "white"}
-_OF_TORCHRUN = ("world_size", "trainer_rank", "init_method", "device")  # set by torchrun for each trainer process
+_OF_TORCHRUN = ("ranks", "trainer_rank", "init_method", "device")  # set by torchrun for each trainer process
 _OF_MODE: Mapping[str, Settings] = {
     "single-copy": {"train.single_copy": "true"},
     "two-copies": {"train.use_shared_memory": "true"},

@@ -25,6 +25,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "use_trackers": ("use_wandb",),
     "tensor_parallel_size": ("tp",),
     "train_layer_indices": ("lora_layer_indices",),
+    "ranks": ("world_size",),
 }
 
 

@@ -208,6 +208,24 @@ class SpeedOptions(Section):
     )
 
 
+class ShardOptions(Section):
+    """Several trainer processes (ranks) that train as one."""
+
+    ranks: PositiveInt = option(1, "number of trainer processes, each with its own GPU; treadle run starts them")
+    trainer_rank: Count = option(0, "rank of this process, if neither treadle run nor torchrun started it")
+    init_method: str = option("env://", "rendezvous: tcp://HOST:PORT, or env:// for MASTER_ADDR and MASTER_PORT")
+    ranks_timeout_s: Seconds = option(600.0, "seconds without a sign of life from one rank after which all of them end")
+    shard: Literal["fsdp2", "zero2"] = option(
+        "fsdp2",
+        "several ranks share weights, gradients and optimizer state; a layer is whole only while it computes (fsdp2), "
+        "or from its forward to its backward pass (zero2: fewer transfers, more memory)",
+    )
+    replicas: PositiveInt = option(
+        1, "copies of the sharded model, each on ranks / replicas ranks (hybrid sharding: shard inside a machine)"
+    )
+    offload_weights: bool = option(False, "keep sharded weights in host memory, and copy a layer to the GPU to compute")
+
+
 class TrackOptions(Section):
     """Metrics, and the trackers that get them beside the JSONL file."""
 
@@ -232,7 +250,9 @@ class TrackOptions(Section):
         return f"{flag} has no effect without a tracker: add --track wandb, or --track trackio"
 
 
-class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions, SyncOptions, TrackOptions):
+class TrainConfig(
+    ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions, ShardOptions, SyncOptions, TrackOptions
+):
     """The trainer process."""
 
     model: str = shared("model")
@@ -241,13 +261,6 @@ class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions,
     device: str = shared("device")
     threads: Count = shared("threads")
     dtype: Dtype = option("auto", "number format of the live weights, auto: the engine's")
-    # several trainers that act as one; torchrun says who is who in the environment
-    world_size: PositiveInt = option(1, "number of trainer processes, when they are not started by torchrun")
-    trainer_rank: Count = option(0, "rank of this process among them")
-    init_method: str = option("env://", "rendezvous: tcp://HOST:PORT, or env:// for MASTER_ADDR and MASTER_PORT")
-    ranks_timeout_s: Seconds = option(
-        600.0, "seconds without a sign of life from one trainer process after which all of them end"
-    )
     # the batch
     batch_size: PositiveInt = option(128, "sequences per optimizer step, before accumulation")
     gradient_accumulation_steps: PositiveInt = option(1, "multiplies the sequences of an optimizer step")
@@ -281,7 +294,7 @@ class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions,
         own_copy = {
             "lora": self.lora and merges,
             "epochs over 1": self.epochs > 1 and merges,
-            "world_size over 1": self.world_size > 1,
+            "ranks over 1": self.ranks > 1,
         }
         if self.single_copy and any(own_copy.values()):
             needs = " and ".join(name for name, is_set in own_copy.items() if is_set)

@@ -186,9 +186,9 @@ def _absolute(value: str) -> str:
 
 
 def check_one_trainer(config: RunConfig) -> None:
-    if config.train.world_size > 1:
+    if config.train.ranks > 1:
         raise ConfigError(
-            f"treadle run starts one trainer process, and train.world_size is {config.train.world_size}",
+            f"treadle run starts one trainer process, and train.ranks is {config.train.ranks}",
             fix="leave --train.world-size out; treadle plan --train-gpus N prints the commands that start several",
         )
 

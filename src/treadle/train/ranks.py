@@ -201,7 +201,7 @@ ALONE = Ranks()
 
 
 def join_ranks(config: TrainConfig) -> Ranks:
-    """Join the other ranks, as set by torchrun or by --trainer-rank and --world-size; `ALONE` without others."""
+    """Join the other ranks, as set by torchrun or by --trainer-rank and --ranks; `ALONE` without others."""
     rank, size, local_rank = _rank_and_size(config)
     if rank == 0 and (note := unused_variables(os.environ, size)):
         log.warning("variables_without_effect", note=note)
@@ -276,8 +276,8 @@ def unused_variables(environment: Mapping[str, str], num_ranks: int) -> str:
 
 def _rank_and_size(config: TrainConfig) -> tuple[int, int, int]:
     """(rank, number of ranks, rank on this machine)"""
-    if config.world_size > 1:
-        return config.trainer_rank, config.world_size, int(os.environ.get("LOCAL_RANK", config.trainer_rank))
+    if config.ranks > 1:
+        return config.trainer_rank, config.ranks, int(os.environ.get("LOCAL_RANK", config.trainer_rank))
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return 0, 1, 0
     missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]

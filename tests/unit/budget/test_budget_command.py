@@ -189,7 +189,7 @@ QUESTIONS = (
     "--model Qwen3-8B --gpu h100 --engine-gpus 2 --train.weight-bridge-mode lora_only --train.micro-tokens 4096",
     "--model Qwen3-0.6B --gpu h100 --train-gpus 2 --steps 50 --train.seq-len 4096",
     "--model Qwen3-14B --gpu h100 --train-gpus 5 --engine-gpus 1",
-    "--model Qwen3-0.6B --gpu h100 --train.world-size 2 --train.device cuda:0 --config configs/gsm8k.toml",
+    "--model Qwen3-0.6B --gpu h100 --train.ranks 2 --train.device cuda:0 --config configs/gsm8k.toml",
     "--model Qwen3-8B --gpu h100 --train-gpus 2 --engine-gpus 2 --train.weight-bridge-mode lora_only",
     "--model Qwen3-0.6B --gpu h100 --mode two-copies --engine.gpu-memory-utilization 0.3",
     "--model Qwen3-1.7B --gpu h100 --engine.gpu-memory-utilization 0.9",
@@ -213,7 +213,7 @@ def test_every_command_that_plan_prints_is_taken(question: str, tmp_path: Path, 
         assert parsed is not None, command
         code, output = doc_commands.parse(parsed, monkeypatch, capsys)
         assert not code, (command, output)
-        assert "--world-size" not in command  # torchrun says how many there are
+        assert "--ranks" not in command  # torchrun says how many there are
     for offer in answer["suggestions"]:
         code, printed, complained = plan(capsys, *asked, *shlex.split(offer["flags"]), "--json")
         assert code == 0, (offer, complained)

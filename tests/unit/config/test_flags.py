@@ -11,9 +11,16 @@ from treadle.config import RunConfig, Section, TrainConfig, load_run
 from treadle.config.atropos import SHORTHANDS
 from treadle.config.flags import FlagParser, add_flags, given
 from treadle.config.sync import SyncOptions
-from treadle.config.train import LoraOptions, ObjectiveOptions, OptimizerOptions, SpeedOptions, TrackOptions
+from treadle.config.train import (
+    LoraOptions,
+    ObjectiveOptions,
+    OptimizerOptions,
+    ShardOptions,
+    SpeedOptions,
+    TrackOptions,
+)
 
-OPTIONS = (ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions, SyncOptions, TrackOptions)
+OPTIONS = (ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions, ShardOptions, SyncOptions, TrackOptions)
 SECTIONS = [(name, type(f.default)) for name, f in RunConfig.model_fields.items() if isinstance(f.default, Section)]
 
 
@@ -50,6 +57,7 @@ def test_the_trainers_help_groups_settings_in_a_fixed_order() -> None:
         "optimizer",
         "lora",
         "speed",
+        "shard",
         "sync",
         "track",
         "shorthands",

@@ -130,8 +130,8 @@ def test_an_old_command_line_gets_as_far_as_the_trainer():
         ({"train.single_copy": "true", "train.lora": "true"}, "single_copy cannot be with lora: .* use_shared_memory"),
         ({"train.single_copy": "true", "train.epochs": "2"}, "single_copy cannot be with epochs over 1"),
         (
-            {"train.single_copy": "true", "train.weight_bridge_mode": "lora_only", "train.world_size": "2"},
-            "single_copy cannot be with world_size over 1: leave it out",
+            {"train.single_copy": "true", "train.weight_bridge_mode": "lora_only", "train.ranks": "2"},
+            "single_copy cannot be with ranks over 1: leave it out",
         ),
         ({"train.single_copy": "true", "train.weight_bridge_mode": "reload"}, "leave one of them out"),
         ({"train.weight_bridge_mode": "lora_only", "train.lora": "false"}, "publishes adapters, and lora is off"),

@@ -339,7 +339,7 @@ def test_half_an_environment_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="WORLD_SIZE is set and RANK"):
         join_ranks(TrainConfig(device="cpu"))
     with pytest.raises(ConfigError, match="no rank 5 among 2"):
-        join_ranks(TrainConfig(device="cpu", world_size=2, trainer_rank=5))
+        join_ranks(TrainConfig(device="cpu", ranks=2, trainer_rank=5))
 
 
 def test_ranks_cannot_share_a_gpu():
