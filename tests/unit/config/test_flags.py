@@ -74,7 +74,7 @@ def test_the_help_of_a_whole_run_keeps_the_groups_behind_their_section() -> None
     for name, kind in SECTIONS:
         add_flags(parser, kind, prefix=f"{name}.", dotted=True)
     trainers = [heading for heading in help_groups(parser) if heading.startswith("train")]
-    topics = ("objective", "optimizer", "lora", "speed", "sync", "track", "shorthands")
+    topics = ("objective", "optimizer", "lora", "speed", "shard", "sync", "track", "shorthands")
     assert trainers == ["train", *(f"train: {topic}" for topic in topics)]
 
 
