@@ -24,6 +24,7 @@ from treadle.config.section import (
     shared,
 )
 from treadle.config.sync import Quantization, SyncOptions
+from treadle.errors import ConfigError
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -223,7 +224,22 @@ class ShardOptions(Section):
     replicas: PositiveInt = option(
         1, "copies of the sharded model, each on ranks / replicas ranks (hybrid sharding: shard inside a machine)"
     )
+    context_parallel: PositiveInt = option(
+        1,
+        "ranks that share each micro, for rollouts that are too long for one card: each computes a part of the tokens, "
+        "and attention exchanges heads (Ulysses)",
+    )
     offload_weights: bool = option(False, "keep sharded weights in host memory, and copy a layer to the GPU to compute")
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Refuse divisions of the ranks that leave a rest."""
+        for name in ("replicas", "context_parallel"):
+            number = getattr(self, name)
+            if num_ranks % number:
+                raise ConfigError(
+                    f"train.{name} is {number}, and {num_ranks} ranks cannot be divided by it",
+                    fix=f"give --train.{name.replace('_', '-')} a divisor of the number of ranks, or leave it out",
+                )
 
 
 class TrackOptions(Section):
@@ -282,6 +298,8 @@ class TrainConfig(
 
     @model_validator(mode="after")
     def _can_be_done(self) -> TrainConfig:
+        if self.ranks > 1:  # else torchrun may start several
+            self.check_ranks(self.ranks)
         if self.mode.adapters and not self.lora:
             raise ValueError(
                 f"weight_bridge_mode {self.weight_bridge_mode} publishes adapters, and lora is off: leave lora out, or "
@@ -321,7 +339,7 @@ class TrainConfig(
 
     def on_device(self, *, gpu: bool) -> TrainConfig:
         """A copy with `micro_tokens` chosen for the device."""
-        chosen = self.micro_tokens or MICRO_TOKENS["cuda" if gpu else "cpu"]
+        chosen = self.micro_tokens or MICRO_TOKENS["cuda" if gpu else "cpu"] * self.context_parallel
         return self.model_copy(update={"micro_tokens": chosen})
 
     @property

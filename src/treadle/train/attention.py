@@ -16,7 +16,8 @@ operators it works with every torch and with torch.compile. Its private backward
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from transformers import AttentionInterface
 
 from treadle.errors import ConfigError, MissingExtra, ModelError, UserError
 from treadle.train.attention_cpu import SdpaPlan, num_pairs, pieces_of, plan_blocks
+from treadle.train.context_parallel import ContextGroup
 from treadle.train.pack import Segment
 from treadle.train.requirements import has_flash4
 
@@ -94,26 +96,46 @@ def attend(
     scaling: float,
     plan: Any = None,
     sliding_window: int | None = None,
+    context: ContextGroup | None = None,
+    num_tokens: int = 0,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Called by transformers in every layer: [1, heads, T, D] in, [1, T, heads, D] out."""
+    """Called by transformers in every layer: [1, heads, T, D] in, [1, T, heads, D] out. `context`: T are the tokens of
+    this rank, of `num_tokens`."""
     for name, meaning in _UNSUPPORTED.items():
         if more.get(name) is not None:
             raise ModelError(f"the model's attention has {meaning}, which the trainer does not do", fix=OTHER_MODEL)
     rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    if context is None:
+        return _attend_rows(*rows, plan=plan, scaling=scaling, sliding_window=sliding_window, more=more)[None], None
+    attend_rows = partial(_attend_rows, plan=plan, scaling=scaling, sliding_window=sliding_window, more=more)
+    return context.attend(*rows, num_tokens, attend_rows)[None], None
+
+
+def _attend_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    plan: Any,
+    scaling: float,
+    sliding_window: int | None,
+    more: Mapping[str, Any],
+) -> Tensor:
     if plan is not None:
-        if sliding_window is not None and rows[0].shape[0] > sliding_window:
+        if sliding_window is not None and query.shape[0] > sliding_window:
             raise ModelError(
                 f"the model sees only the last {sliding_window} tokens, which the CPU's attention does not do",
                 fix="train on a GPU, or lower --train.micro-tokens to the window",
             )
-        return plan.attend(*rows, scaling)[None], None
+        out: Tensor = plan.attend(query, key, value, scaling)
+        return out
     if "starts_q" not in more:
         raise ModelError("the model does not hand the packing to its attention", fix=OTHER_MODEL)
     names = ("starts_q", "starts_k", "longest_q", "longest_k", "use_flash4", *GATHERING)
     arguments = {name: more[name] for name in names}
     window = -1 if sliding_window is None else sliding_window - 1
-    return attend_varlen(*rows, scaling, window, **arguments)[None], None
+    return attend_varlen(query, key, value, scaling, window, **arguments)
 
 
 # ---- FlashAttention 4

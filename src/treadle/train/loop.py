@@ -89,11 +89,11 @@ def accumulate_gradients(
     ranks = policy.ranks
     costs = [micro.cost for micro in batch.micros]
     with policy.computing(), card.computing(), ranks.during("computing the gradients"):
-        for turn, own in enumerate(ranks.turns(costs)):
+        for turn, own in enumerate(ranks.turns(costs, config.context_parallel)):
             ranks.check_stop(check_stop)
             index = IDLE - turn if own is None else own
             micro = batch.micros[costs.index(min(costs)) if own is None else own]
-            torch.manual_seed(derive_seed("dropout", config.seed, draw, index))
+            torch.manual_seed(derive_seed("dropout", config.seed, draw, index, ranks.rank % config.context_parallel))
             tokens = frozen.add_to(index, micro, policy)
             logprobs_L, entropy_L = policy.score(micro)
             if own is None:
@@ -102,7 +102,8 @@ def accumulate_gradients(
             loss, micro_stats = policy_loss(logprobs_L, entropy_L, tokens, config)
             loss.backward()
             frozen.own.setdefault(index, logprobs_L.detach())  # of the first epoch
-            stats = stats.add(micro_stats)
+            if policy.counts_micros:
+                stats = stats.add(micro_stats)
     return ranks.total(stats)
 
 
@@ -183,7 +184,7 @@ def train(
             card.record(clock.total_s)
             if tracker is not None:
                 tracker.log(step, metrics)
-            if tokens is not None:
+            if tokens is not None and policy.counts_micros:
                 tokens.keep(step, batch, frozen)
             log.info("step", step=step, reward=metrics["reward"], grad_norm=outcome.grad_norm, seconds=clock.total_s)
             _report_health(step, health.check(step, metrics), health_file)

@@ -32,6 +32,7 @@ from treadle.sync.layout import Layout
 from treadle.sync.protocol import AttachedModel, TokenScores
 from treadle.sync.shared_memory import bind_parameters, map_weights
 from treadle.train.attention import VARIABLE_LENGTH, choose_kind, head_size, install_attention, plan_attention
+from treadle.train.context_parallel import ContextGroup, check_heads
 from treadle.train.logprobs import chosen_logprobs
 from treadle.train.model_files import FULL, write_adapter, write_folder, write_model, write_tensors
 from treadle.train.model_setup import (
@@ -93,6 +94,11 @@ class Policy:
         self._attention = choose_kind(
             config.attention, self.device, next(model.parameters()).dtype, head_size(model.config)
         )
+        self._context = ContextGroup.of(ranks, config.context_parallel)
+        if self._context is not None:
+            check_heads(model.config, config.context_parallel)
+        # The ranks of a context group compute the same micros.
+        self.counts_micros = self._context is None or self._context.place == 0
         model.eval()  # no dropout, as in the rollout policy
         if self.device.type == "cpu":
             use_recomputing_modules(model)
@@ -116,7 +122,7 @@ class Policy:
         self.dtype = next(iter(self.weights.values())).dtype
         self.serves_copies = self.adapter is not None or ranks.size > 1
         # liger's kernels break torch.compile (an assertion inside of it, torch 2.11 with liger-kernel 0.8)
-        can_compile = self._attention in VARIABLE_LENGTH and config.fused_kernels == "none"
+        can_compile = self._attention in VARIABLE_LENGTH and config.fused_kernels == "none" and self._context is None
         prepare_layers(model, config, can_compile=can_compile)
 
     @property
@@ -194,7 +200,9 @@ class Policy:
         """Gradients are computed and dropped: without them, compiled layers would be compiled again."""
         ids_T = torch.tensor(token_ids, device=self.device)
         text = Segment((0, 0), (0, 0), ((0, len(ids_T)),))
-        hidden_TE = self._hidden(self.model, ids_T, torch.arange(len(ids_T)), (text,)).detach()
+        hidden_TE = self._hidden(self.model, ids_T, torch.arange(len(ids_T), device=self.device), (text,)).detach()
+        if self._context is not None:
+            hidden_TE = self._context.gather(hidden_TE, [len(hidden_TE)] * self._context.size)[: len(ids_T)]
         weight_VE = self.model.get_output_embeddings().weight.detach()
         ones_T = torch.ones(len(ids_T) - 1, device=self.device)
         logprobs_T, _ = chosen_logprobs(hidden_TE[:-1], weight_VE, ids_T[1:], ones_T, chunk=self._chunk)
@@ -260,13 +268,17 @@ class Policy:
         return weights, {name: p for name, p in weights.items() if p.requires_grad}
 
     def _hidden(self, model: Any, ids_T: Tensor, positions_T: Tensor, segments: tuple[Segment, ...]) -> Tensor:
-        """The last hidden states of a packed row."""
+        """The last hidden states of a packed row; of a context group those of this rank's tokens."""
+        more: dict[str, Any] = plan_attention(segments, self.device, self._attention)
+        if self._context is not None:
+            more |= {"context": self._context, "num_tokens": len(ids_T)}
+            ids_T, positions_T = self._context.take(ids_T), self._context.take(positions_T)
         states = model.base_model(
             input_ids=ids_T[None].to(self.device),
             position_ids=positions_T[None].to(self.device),
             attention_mask=self._no_mask,
             use_cache=False,
-            **plan_attention(segments, self.device, self._attention),
+            **more,
         )
         return states.last_hidden_state[0]
 
@@ -279,8 +291,17 @@ class Policy:
             values_L[micro.first_D].to(self.device)
             for values_L in (micro.source_L, micro.targets_L, micro.temperatures_L)
         )
+        context, counts, own = self._context, [], slice(None)
+        if context is not None:
+            counts = context.count_by_rank(source_D, len(micro.token_ids_T))  # they are in the order of their tokens
+            own = slice(sum(counts[: context.place]), sum(counts[: context.place + 1]))
+            source_D = source_D - context.place * len(hidden_TE)
         weight_VE = model.get_output_embeddings().weight
-        of_predictions = chosen_logprobs(hidden_TE[source_D], weight_VE, target_D, temperature_D, chunk=self._chunk)
+        of_predictions = chosen_logprobs(
+            hidden_TE[source_D[own]], weight_VE, target_D[own], temperature_D[own], chunk=self._chunk
+        )
+        if context is not None:
+            of_predictions = (context.gather(of_predictions[0], counts), context.gather(of_predictions[1], counts))
         logprobs_L, entropy_L = (values_D[micro.prediction_L.to(self.device)] for values_D in of_predictions)
         return logprobs_L, entropy_L
 

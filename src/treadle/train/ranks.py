@@ -80,11 +80,12 @@ class Ranks:
         self.leads = rank == 0  # it talks to hub, engine and trackers, and writes the model
         self._processes: list[tuple[str, int]] = []  # (host, pid) by rank
 
-    def turns(self, costs: Sequence[float]) -> list[int | None]:
+    def turns(self, costs: Sequence[float], group_size: int = 1) -> list[int | None]:
         """Indices assigned to this rank, balanced by cost, and None for turns in which only other ranks have one: all
-        ranks take the same number of turns. All must pass the same costs."""
-        shares = balance(costs, self.size)
-        own = shares[self.rank]
+        ranks take the same number of turns. All must pass the same costs. Groups of `group_size` consecutive ranks get
+        the same indices."""
+        shares = balance(costs, self.size // group_size)
+        own = shares[self.rank // group_size]
         return [*own, *[None] * (max(map(len, shares)) - len(own))]
 
     def check_stop(self, check_stop: Callable[[], None]) -> None:
@@ -204,6 +205,7 @@ def join_ranks(config: TrainConfig) -> Ranks:
     rank, size, local_rank = _rank_and_size(config)
     if rank == 0 and (note := unused_variables(os.environ, size)):
         log.warning("variables_without_effect", note=note)
+    config.check_ranks(size)
     if size == 1:
         return ALONE
     if not 0 <= rank < size:

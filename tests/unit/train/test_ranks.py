@@ -38,6 +38,7 @@ QUICK_VARIANTS: dict[str, dict[str, object]] = {
     "adapters": {"lora": True, "lora_dropout": 0.1, "kl_coef": 0.1, "kl_against": "reference"},
     "zero2": {"shard": "zero2", "gradient_checkpointing": True},
     "one layer": {"train_layer_indices": "1", "objective": "gspo"},
+    "context": {"context_parallel": 2, "epochs": 2, "share_prompts": "on"},
 }
 VARIANTS = {**QUICK_VARIANTS, **{name: {"objective": name} for name in OBJECTIVES}}
 REPLICATED = {"replicas": {"replicas": 2}}  # of 4 ranks
@@ -168,7 +169,7 @@ def folders_in(folder):
 
 
 def make_runs(model, folders, optimizers, variants, rank_counts):
-    alone = {name: settings | {"shard": "fsdp2"} for name, settings in variants.items()}
+    alone = {name: settings | {"shard": "fsdp2", "context_parallel": 1} for name, settings in variants.items()}
     for job in [*compared_jobs(model, folders[1], optimizers), *variant_jobs(model, folders[1], alone)]:
         rank_worker.run_job(job, ALONE)
     rank_worker.run_job(longer_job(model, folders[1]), ALONE)
