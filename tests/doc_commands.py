@@ -97,6 +97,7 @@ def places(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "RUN").mkdir()
     (folder / "RUN" / "config.json").write_text("{}")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (folder / "ds_config.json").write_text("{}")
     (folder / "engine.token").write_text("a-token-of-at-least-thirty-two-characters\n")
     (folder / "engine.token").chmod(0o600)
 

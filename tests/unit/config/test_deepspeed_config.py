@@ -186,7 +186,7 @@ def test_fields_and_what_they_mean(config: dict[str, Any], settings: dict[str, A
     ],
 )
 def test_unknown_and_contradictory_fields_are_refused(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match="^ds_config") as refused:
+    with pytest.raises(ConfigError, match=r"^ds_config\.json: ") as refused:
         translate(config, {})
     assert message in refused.value.message
     assert refused.value.fix
