@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
@@ -129,7 +130,7 @@ def run_trainer(config: TrainConfig) -> None:
     config = config.on_device(gpu=choose_device(config.device).type == "cuda")
     waits = Waits()
     mode = WatchedSync(choose_sync(config), waits, config)
-    name = "trainer" if ranks.size == 1 else f"trainer {ranks.rank}"
+    name = f"trainer-{ranks.rank}" if ranks.rank else "trainer"  # as treadle run calls its process
     progress = TrainerProgress(mode, stop.check)
     with Watchdog("trainer", name, waits, config.hub_url, progress.about):
         try:
@@ -226,6 +227,10 @@ def _compile_while_engine_loads(config: TrainConfig, progress: TrainerProgress) 
 
 def open_tracker(config: TrainConfig) -> Tracker:
     return build_tracker(config, config.metrics_path, without_secrets(config.model_dump(mode="json")))
+
+
+def _has_checkpoint(save_path: Path) -> bool:
+    return any(not folder.name.startswith(".") for folder in save_path.glob("*step_*"))
 
 
 def _check_untrained(layout: Layout) -> None:
