@@ -1,5 +1,7 @@
-"""Choose the GPUs of engine and trainer ranks for a plan, and the variables by which ranks find each other. Pure, except
-for looking whether this machine has a loopback interface of a known name."""
+"""Choose the GPUs of engine and trainer ranks for a plan, and the variables by which ranks find each other.
+
+Pure, except for looking whether this machine has a loopback interface of a known name.
+"""
 
 from __future__ import annotations
 
