@@ -127,7 +127,7 @@ NO_EFFECT: dict[str, str] = {
     "train.debug-loading": "what is loaded is logged, and a weight that does not fit is an error",
     "train.log-dir": "the trainer logs to stderr, or under treadle run into the run's folder",
     "train.no-reference-logprobs": "a group without logprobs is trained as sampled by the policy itself, and counted",
-    "train.vllm-gpu": f"{_OWN_PROCESS}: start treadle engine with --device",
+    "train.vllm-gpu": f"{_OWN_PROCESS}: treadle engine --gpus, or treadle run --engine.gpus",
     "train.gpu-memory-utilization": f"{_OWN_PROCESS}: treadle engine --gpu-memory-utilization",
     "train.vllm-gpu-memory-utilization": f"{_OWN_PROCESS}: treadle engine --gpu-memory-utilization",
     "train.max-model-len": f"{_OWN_PROCESS}: treadle engine --max-model-len",
