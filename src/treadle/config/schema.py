@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from treadle.config.env import DEFAULT_MAX_AGE, MIN_GROUP_SIZE, EnvConfig, ServerConfig, labels_of
 from treadle.config.section import Count, EngineDtype, Port, PositiveInt, Seconds, Section, option, shared
-from treadle.config.sync import Quantization, refuse_split_engine
+from treadle.config.sync import Quantization
 from treadle.config.train import TrainConfig
 from treadle.errors import ConfigError
 from treadle.wire.generate import MIN_TEMPERATURE
@@ -220,12 +220,7 @@ class RunConfig(Section):
                 f"env.group_size {group} is over engine.max_num_seqs {self.engine.max_num_seqs}",
                 fix=f"{flag}max-num-seqs {group}",
             )
-        refuse_split_engine(self.engine.tensor_parallel_size, self.train.weight_bridge_mode)
-        if self.engine.tensor_parallel_size > 1 and self.train.single_copy:
-            raise ConfigError(
-                f"an engine on {self.engine.tensor_parallel_size} GPUs (tensor parallel) shares no weights",
-                fix="leave --train.single-copy out, or use an engine on one GPU",
-            )
+        self.train.check_engine_workers(self.engine.tensor_parallel_size)
 
 
 # ---- which engine a configuration means

@@ -28,7 +28,7 @@ from treadle.config.load import (
     with_values,
 )
 from treadle.config.schema import SECTIONS_OF_PROCESS, RunConfig
-from treadle.config.train import FLOAT32_LR, TrainConfig
+from treadle.config.train import FLOAT32_LR
 from treadle.errors import ConfigError
 from treadle.launch.machine import SHARED_MEMORY, MachineFacts
 from treadle.net.access_tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, ClientRole, role_token
@@ -142,7 +142,7 @@ def build_plan(
         "engine.max_model_len": longest,
         "engine.max_num_seqs": concurrent_sequences(config, explicit),
         "train.seq_len": longest,
-        **({} if config.engine_url else engine_of_mode(config.train, run_folder, facts, explicit)),
+        **({} if config.engine_url else engine_of_mode(config, run_folder, facts, explicit)),
         **_of_environments(config, run_folder, explicit),
         "train.seed": config.seed,
         "train.threads": threads,
@@ -270,11 +270,12 @@ def spread_max_age(config: RunConfig, explicit: frozenset[str]) -> dict[str, Any
 
 
 def engine_of_mode(
-    train: TrainConfig, run_folder: Path, facts: MachineFacts, explicit: frozenset[str]
+    config: RunConfig, run_folder: Path, facts: MachineFacts, explicit: frozenset[str]
 ) -> dict[str, Any]:
     """Engine settings that the weight mode requires: shared memory, or LoRA."""
+    train = config.train
     by_memory = train.mode.in_memory and train.broadcast_by in ("auto", "memory")
-    shares = by_memory or train.single_copy
+    shares = (by_memory or train.single_copy) and config.engine.tensor_parallel_size == 1
     weights_file = run_folder / "engine.weights"
     if facts.has_shared_memory:  # the pid of the launcher separates sessions of a run
         weights_file = SHARED_MEMORY / f"treadle-{run_folder.name}-{facts.launcher_pid}.weights"
