@@ -131,6 +131,7 @@ class PlannedJob:
 def _check_modes(job: PlannedJob) -> None:
     if job.train_gpus < 1 or job.engine_gpus < 0:
         raise ConfigError("a job needs at least one trainer GPU", fix="--train-gpus 1 --engine-gpus 0")
+    refuse_split_engine(job.engine_gpus, shares_memory=job.mode == "single-copy")
     if job.mode == "single-copy" and (job.train_gpus > 1 or job.engine_gpus):
         raise ConfigError(
             "one copy of the weights is shared by a trainer and an engine on the same, single GPU",
@@ -141,7 +142,6 @@ def _check_modes(job: PlannedJob) -> None:
             f"mode '{job.mode}' and train.lora {str(job.lora).lower()} do not go together",
             fix="give --train.lora true and leave --mode out, or --mode single-copy for one copy of the base model",
         )
-    refuse_split_engine(job.engine_gpus, job.weight_mode)
     if job.shape.num_heads % job.tensor_parallel:
         raise ConfigError(
             f"the {job.shape.num_heads} attention heads cannot be divided among {job.tensor_parallel} engine GPUs",

@@ -107,8 +107,8 @@ class StartCommands:
                 engine = {"weights_file": "/dev/shm/mine.weights"} | engine  # noqa: S108 - memory, as in the README
         elif job.engine_gpus == 1:
             engine = {"device": f"cuda:{job.train_gpus}"} | engine
-            if mode.in_memory:
-                train = {"use_shared_memory": "true"} | train
+        if job.engine_gpus and mode.in_memory:
+            train = {"use_shared_memory": "true"} | train
         visible = ""
         if job.engine_gpus > 1:
             engine |= {"engine": "vllm", "tensor_parallel_size": str(job.engine_gpus)}

@@ -26,7 +26,7 @@ from treadle.config.section import (
     parse_numbers,
     shared,
 )
-from treadle.config.sync import Quantization, refuse_split_engine
+from treadle.config.sync import Quantization
 from treadle.config.train import TrainConfig
 from treadle.errors import ConfigError
 from treadle.wire.generate import MIN_TEMPERATURE
@@ -256,12 +256,7 @@ class RunConfig(Section):
                 f"env.group_size {group} is over engine.max_num_seqs {self.engine.max_num_seqs}",
                 fix=f"{flag}max-num-seqs {group}",
             )
-        refuse_split_engine(self.engine.tensor_parallel_size, self.train.weight_bridge_mode)
-        if self.engine.tensor_parallel_size > 1 and self.train.single_copy:
-            raise ConfigError(
-                f"an engine on {self.engine.tensor_parallel_size} GPUs (tensor parallel) shares no weights",
-                fix="leave --train.single-copy out, or use an engine on one GPU",
-            )
+        self.train.check_engine_workers(self.engine.tensor_parallel_size)
 
 
 # ---- which engine a configuration means

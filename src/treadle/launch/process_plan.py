@@ -30,7 +30,7 @@ from treadle.config.load import (
     with_values,
 )
 from treadle.config.schema import SECTIONS_OF_PROCESS, RunConfig
-from treadle.config.train import FLOAT32_LR, TrainConfig
+from treadle.config.train import FLOAT32_LR
 from treadle.errors import ConfigError
 from treadle.launch.machine import SHARED_MEMORY, MachineFacts
 from treadle.launch.ranks import GpuLayout, choose_layout, name_of_rank, rank_variables
@@ -153,7 +153,7 @@ def build_plan(
         "engine.max_model_len": longest,
         "engine.max_num_seqs": concurrent_sequences(config, explicit),
         "train.seq_len": longest,
-        **({} if config.engine_url else engine_of_mode(config.train, run_folder, facts, explicit, layout)),
+        **({} if config.engine_url else engine_of_mode(config, run_folder, facts, explicit, layout)),
         **_of_environments(config, run_folder, explicit),
         "train.seed": config.seed,
         "train.threads": max(1, threads // config.train.ranks),
@@ -281,12 +281,13 @@ def spread_max_age(config: RunConfig, explicit: frozenset[str]) -> dict[str, Any
 
 
 def engine_of_mode(
-    train: TrainConfig, run_folder: Path, facts: MachineFacts, explicit: frozenset[str], layout: GpuLayout
+    config: RunConfig, run_folder: Path, facts: MachineFacts, explicit: frozenset[str], layout: GpuLayout
 ) -> dict[str, Any]:
     """Engine settings that the weight mode requires: shared memory, or LoRA."""
+    train = config.train
     are_apart = layout.placement is not None and not layout.placement.is_shared  # on different GPUs
     by_memory = train.mode.in_memory and train.broadcast_by in ("auto", "memory") and not are_apart
-    shares = by_memory or train.single_copy
+    shares = (by_memory or train.single_copy) and config.engine.tensor_parallel_size == 1
     weights_file = run_folder / "engine.weights"
     if facts.has_shared_memory:  # the pid of the launcher separates sessions of a run
         weights_file = SHARED_MEMORY / f"treadle-{run_folder.name}-{facts.launcher_pid}.weights"
