@@ -67,7 +67,7 @@ class StartCommand:
         devices = (self.run.engine.device, self.run.train.device)
         if job.engine_gpus == 0 or any(device not in ("auto", "cuda") for device in devices):
             return {}
-        placed = settings_of(layout_flags(job.train_gpus, job.engine_gpus))
+        placed = settings_of(layout_flags(job.train_gpus, job.engine_gpus, job.weight_mode))
         if self.run.engine_url:
             return {} if "train.gpus" in settings or job.train_gpus == 1 else {"train.ranks": str(job.train_gpus)}
         return {key: value for key, value in placed.items() if key not in settings}

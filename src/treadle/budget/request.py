@@ -118,7 +118,7 @@ def _layout(
     ranks = _given(values._train_gpus, train.gpus, train.ranks, "train.ranks" in explicit or train.ranks > 1)
     split = engine.tensor_parallel_size
     workers = _given(values._engine_gpus, engine.gpus, split, "engine.tensor_parallel_size" in explicit or split > 1)
-    if values._engine_gpus is not None and split not in (1, values._engine_gpus):
+    if values._engine_gpus is not None and engine.gpus is None and split not in (1, values._engine_gpus):
         raise ConfigError(
             f"--engine-gpus {values._engine_gpus} and --engine.tensor-parallel-size {split} contradict each other",
             fix="give only one of them",
@@ -157,9 +157,10 @@ def _layout(
 
 
 def _given(of_plan: int | None, gpus: Sequence[int] | None, count: int, is_count_given: bool) -> int | None:
-    if of_plan is not None:
-        return of_plan
-    return len(gpus) if gpus is not None else count if is_count_given else None
+    """The first number that is given: of GPUs by their numbers, by a flag of the plan, by a setting of the run."""
+    if gpus is not None:
+        return len(gpus)
+    return of_plan if of_plan is not None else count if is_count_given else None
 
 
 def _reason(placement: Placement, demand: EngineDemand, gpu_bytes: int, workers: int | None, ranks: int | None) -> str:
@@ -201,8 +202,8 @@ def accepts(run: RunConfig, flags: Sequence[str]) -> bool:
     follows = {}  # from the GPUs, as treadle run derives it
     if "engine.gpus" in given:
         num_engine, num_train = (len(parse_numbers(given[key])) for key in ("engine.gpus", "train.gpus"))
-        follows = {"engine.tensor_parallel_size": num_engine, "train.ranks": num_train, "engine.device": "auto"}
-        follows |= {"train.device": "auto", "train.use_shared_memory": run.train.mode.in_memory}
+        follows = {"engine.tensor_parallel_size": num_engine, "train.ranks": num_train}
+        follows["train.use_shared_memory"] = run.train.mode.in_memory
     try:
         changed = with_values(run, {**follows, **given})
         with_fitting_groups(changed, explicit_keys(run) | given.keys()).check_together()

@@ -209,7 +209,8 @@ def shape_of_size(num_params: float) -> ModelShape:
     """A model of exactly this size: the nearest known shape with more or fewer layers."""
     if not 1e6 <= num_params <= 1e13:
         raise ModelError(f"--params {num_params:g} is no size of a model", fix="count parameters, as in --params 24e9")
-    nearest = min(_SHAPES, key=lambda shape: abs(math.log(shape.num_params / num_params)))
+    dense = [shape for shape in _SHAPES if not shape.num_experts]
+    nearest = min(dense, key=lambda shape: abs(math.log(shape.num_params / num_params)))
     layers = max(1, int((num_params - nearest.num_outer_params) / nearest.num_layer_params))
     resized = replace(nearest, name=f"a model of {num_params / 1e9:g} B parameters", num_layers=layers)
     return replace(resized, num_other_params=int(num_params) - resized.num_params)
@@ -218,7 +219,7 @@ def shape_of_size(num_params: float) -> ModelShape:
 def _from_settings(name: str, kind: str, settings: dict[str, Any]) -> ModelShape:
     heads, hidden = int(settings["num_attention_heads"]), int(settings["hidden_size"])
     has_bias = bool(settings.get("attention_bias"))
-    num_experts = int(settings.get("num_experts") or 0)
+    num_experts = int(settings.get("num_experts") or settings.get("num_local_experts") or 0)
     per_token = int(settings["num_experts_per_tok"]) if num_experts else 0
     return ModelShape(
         name=name,

@@ -26,6 +26,7 @@ from treadle.budget.hardware import Machine
 from treadle.budget.job import Budget, PlannedJob, Verdict
 from treadle.budget.placement import as_ranges
 from treadle.errors import ConfigError
+from treadle.support import WEIGHT_MODES
 
 Accepts = Callable[[tuple[str, ...]], bool]
 SAFE: tuple[Verdict, ...] = ("fits", "not known")
@@ -62,14 +63,18 @@ NF4_BASE = ("--train.weight-bridge-mode lora_only", "--train.quantization nf4")
 SHARED_BASE = ("--train.weight-bridge-mode lora_only", "--train.single-copy true")  # one copy of the frozen base model
 
 
-def layout_flags(train_gpus: int, engine_gpus: int) -> tuple[str, ...]:
+def layout_flags(train_gpus: int, engine_gpus: int, weight_mode: str) -> tuple[str, ...]:
     """The engine on the first GPUs, a trainer rank on each of the next ones.
 
-    >>> layout_flags(2, 4)
+    Weights that would be shared on one GPU are broadcast to an engine of several.
+
+    >>> layout_flags(2, 4, "reload")
     ('--engine.gpus 0-3', '--train.gpus 4-5')
     """
     engine, train = range(engine_gpus), range(engine_gpus, engine_gpus + train_gpus)
-    return f"--engine.gpus {as_ranges(engine)}", f"--train.gpus {as_ranges(train)}"
+    broadcasts = engine_gpus > 1 and WEIGHT_MODES[weight_mode].in_memory
+    how = ("--train.use-shared-memory true",) if broadcasts else ()
+    return f"--engine.gpus {as_ranges(engine)}", f"--train.gpus {as_ranges(train)}", *how
 
 
 def settings_of(flags: Iterable[str]) -> dict[str, str]:
@@ -168,7 +173,7 @@ def _placements(job: PlannedJob) -> Iterator[_Change]:
     for (train_gpus, engine), cost in layouts.items():
         if (train_gpus, engine) != (job.train_gpus, job.engine_gpus) and train_gpus % job.replicas == 0:
             fields = (("train_gpus", train_gpus), ("engine_gpus", engine))
-            yield _Change(fields, layout_flags(train_gpus, engine), cost)
+            yield _Change(fields, layout_flags(train_gpus, engine, job.weight_mode), cost)
 
 
 def _optimizers(job: PlannedJob, machine: Machine) -> list[_Change]:
