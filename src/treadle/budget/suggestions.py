@@ -24,7 +24,7 @@ from types import MappingProxyType
 from treadle.budget.estimate import estimate
 from treadle.budget.hardware import Machine
 from treadle.budget.job import Budget, PlannedJob, Verdict
-from treadle.budget.placement import as_ranges
+from treadle.budget.placement import OWN_GPU_SHARE, EngineDemand, as_ranges
 from treadle.errors import ConfigError
 from treadle.support import WEIGHT_MODES
 
@@ -154,7 +154,7 @@ def _ways(job: PlannedJob, machine: Machine) -> Iterator[_Change]:
         yield _Change((("lora", True), ("mode", "single-copy")), flags, 0.25 if job.lora else 9.75)
     if not machine.has_gpu:
         return
-    for kind, placement in product(kinds, _placements(job)):
+    for kind, placement in product(kinds, _placements(job, machine)):
         is_lora = job.lora or ("lora", True) in kind.fields
         mode = "lora" if is_lora else "two-copies" if job.mode == "single-copy" else job.mode
         yield _Change(
@@ -164,15 +164,23 @@ def _ways(job: PlannedJob, machine: Machine) -> Iterator[_Change]:
         )
 
 
-def _placements(job: PlannedJob) -> Iterator[_Change]:
-    """Other layouts: the same GPUs divided otherwise between engine and trainer, and more GPUs for the trainer."""
+def _placements(job: PlannedJob, machine: Machine) -> Iterator[_Change]:
+    """Other layouts: the same GPUs divided otherwise between engine and trainer, and more GPUs for the trainer. The engine
+    does not lose GPUs that it needs for its model and some sequences."""
     total = _num_gpus(job)
+    demand = EngineDemand.of(
+        job.shape, max_num_seqs=job.max_num_seqs, max_model_len=job.max_model_len, weight_bytes=job.model_bytes
+    )
     layouts = {(total - engine, engine): 1.0 + abs(engine - job.engine_gpus) / 10 for engine in range(1, total)}
     engine_gpus = max(1, job.engine_gpus)
+    # An engine that had to share its GPU takes a whole one, as treadle run starts it.
+    own = (("gpu_memory_utilization", OWN_GPU_SHARE),) if job.gpu_memory_utilization is None else ()
     layouts |= {(ranks, engine_gpus): 20.0 * ranks for ranks in _MORE_RANKS if ranks + engine_gpus > total}
     for (train_gpus, engine), cost in layouts.items():
-        if (train_gpus, engine) != (job.train_gpus, job.engine_gpus) and train_gpus % job.replicas == 0:
-            fields = (("train_gpus", train_gpus), ("engine_gpus", engine))
+        has_room = engine >= job.engine_gpus > 0 or demand.fits(engine, machine.gpu_bytes or 0)
+        is_other = (train_gpus, engine) != (job.train_gpus, job.engine_gpus)
+        if is_other and has_room and train_gpus % job.replicas == 0:
+            fields = (("train_gpus", train_gpus), ("engine_gpus", engine), *own)
             yield _Change(fields, layout_flags(train_gpus, engine, job.weight_mode), cost)
 
 

@@ -32,7 +32,7 @@ _OF_OTHERS = {
     "doctor": frozenset(("hub", "engine", "json", "verbose")),
     "matrix": frozenset(("modes", "resume", "plain", "engine")),
     "plan": frozenset((
-        "params", "mode", "gpu", "gpu-memory-gb", "host-memory-gb", "train-gpus", "engine-gpus", "prompt-tokens",
+        "params", "mode", "gpu", "cards", "gpu-memory-gb", "host-memory-gb", "train-gpus", "engine-gpus", "prompt-tokens",
         "json",
     )),
 }  # fmt: skip

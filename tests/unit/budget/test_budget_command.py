@@ -149,7 +149,7 @@ def test_the_cards_of_a_machine_are_laid_out_and_the_command_printed(capsys: pyt
         ("--cards h100 --model Qwen3-4B", 0, 1),
         ("--cards 2xh100 --model Qwen3-4B", 1, 1),
         ("--cards 8xh100 --model Qwen3-4B --train.single-copy true", 0, 1),
-        ("--cards 6xh100 --model Qwen2.5-72B", 4, 2),
+        ("--cards 6xh100 --model Qwen2.5-72B", 2, 4),
         ("--cards 8xh100 --model Qwen2.5-72B", 4, 4),
         ("--cards 8x192gb --model Qwen2.5-72B", 1, 7),
         ("--cards 8xh100 --model Qwen2.5-72B --engine.gpus 0-3 --train.gpus 4-5", 4, 2),
