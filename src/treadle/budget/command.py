@@ -31,9 +31,9 @@ def plan_memory(run: RunConfig, values: argparse.Namespace, console: Console | N
     largest_micro = largest_micro_tokens(job, machine)
     start = StartCommand.of(run, values)
     if values._json:
-        print(json.dumps(as_json(budget, suggestions, largest_micro, start, request.reason), indent=2))
+        print(json.dumps(as_json(budget, suggestions, largest_micro, start, request.layout), indent=2))
     else:
-        show(console or Console(), budget, suggestions, largest_micro, start, request.reason)
+        show(console or Console(), budget, suggestions, largest_micro, start, request.layout)
     return 1 if budget.verdict == "does not fit" else 0
 
 
@@ -73,7 +73,7 @@ def fit_run(
     if budget.verdict == "tight":
         say(f"--fit changes nothing: {_peaks(budget)}, and no setting of treadle takes less")
         return run
-    show(console or Console(stderr=True), budget, offers, None)
+    show(console or Console(stderr=True), budget, offers, None, layout=request.layout)
     raise ConfigError(
         f"this run does not fit on {machine.name}, and --fit found no settings with which it does",
         fix="take a smaller model or larger GPUs",
@@ -118,7 +118,7 @@ def show_what_fits(run: RunConfig, console: Console, *, of_host: bool = False) -
     concerned = [p for p in budget.pools if (p.name == HOST) == (of_host or not machine.has_gpu)] if has_room else []
     most = {pool.name: round(LESS * pool.peak) for pool in concerned}
     offers = take_less(job, machine, most, partial(accepts, run))
-    show(console, budget, offers, None)
+    show(console, budget, offers, None, layout=request.layout)
     if has_room:
         found = f"These flags take {1 - LESS:.0%} less." if offers else "No flags take much less."
         console.print(f"By this plan there is room: something else has some, or this job needs more. {found}")

@@ -180,6 +180,21 @@ def _check_layers(job: PlannedJob) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Numbers of the GPUs of engine and trainer; `reason`: why the plan chose them, "" if it did not."""
+
+    engine: tuple[int, ...]
+    trainer: tuple[int, ...]
+    reason: str = ""
+
+    @classmethod
+    def of(cls, job: PlannedJob) -> Layout:
+        """The engine on the first GPUs, the trainer on the next ones."""
+        num_engine = job.engine_gpus
+        return cls(tuple(range(max(1, num_engine))), tuple(range(num_engine, num_engine + job.train_gpus)))
+
+
 # ---- the result
 
 Moment = Literal["loss", "backward", "reduce", "step"]

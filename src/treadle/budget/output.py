@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from treadle.budget.estimate import ENGINE_GPU, HOST, TRAINER_GPU
-from treadle.budget.job import Budget, MemoryPool, PlannedJob, Verdict
+from treadle.budget.job import Budget, Layout, MemoryPool, PlannedJob, Verdict
 from treadle.budget.placement import name_gpus
 from treadle.budget.suggestions import SHARED_BASE, Suggestion, layout_flags, settings_of
 from treadle.config.flags import given
@@ -81,20 +81,20 @@ def draw(
     suggestions: list[Suggestion],
     largest_micro: int | None,
     *,
-    reason: str = "",
+    layout: Layout | None = None,
     width: int = _WIDE_TERMINAL,
 ) -> RenderableType:
-    warning = _warning(budget)
+    warning, layout = _warning(budget), layout or Layout.of(budget.job)
     lines: list[RenderableType] = [_heading(budget), *([Text(warning, "yellow")] if warning else []), Text()]
     if budget.job.engine_gpus and budget.machine.has_gpu:
-        lines += [_cards(budget), *([Text(reason, "dim")] if reason else []), Text()]
+        lines += [_cards(budget, layout), *([Text(layout.reason, "dim")] if layout.reason else []), Text()]
     for pool in budget.pools:
         if pool.capacity is None:  # no bars
             parts = ", ".join(f"{part.name} {gigabytes(part.bytes)}" for part in pool.components)
             note = (f"  {parts} (--host-memory-gb gives a verdict)", "dim")
             lines += [Text.assemble(("host memory  ", "bold"), gigabytes(pool.peak), note), Text()]
         else:
-            lines += [_table(pool, _pool_name(budget, pool), width), _verdict(pool, pool.capacity), Text()]
+            lines += [_table(pool, _pool_name(budget, pool, layout), width), _verdict(pool, pool.capacity), Text()]
     if largest_micro is not None and budget.verdict == "fits":
         largest = f"--train.micro-tokens {largest_micro} would still fit"
         lines += [Text.assemble(("largest micro  ", "dim"), largest), Text()]
@@ -117,7 +117,7 @@ def draw(
 
 
 def as_json(
-    budget: Budget, suggestions: list[Suggestion], largest_micro: int | None, start: StartCommand, reason: str = ""
+    budget: Budget, suggestions: list[Suggestion], largest_micro: int | None, start: StartCommand, layout: Layout
 ) -> dict[str, Any]:
     """The content of the tables, with sizes in bytes."""
     return {
@@ -131,7 +131,7 @@ def as_json(
         "warning": _warning(budget),
         "machine": budget.machine.name,
         "verdict": budget.verdict,
-        "layout": {name: list(gpus) for name, gpus in _gpus_of(budget.job).items()} | {"reason": reason},
+        "layout": asdict(layout),
         "places": [
             {
                 "name": pool.name,
@@ -164,10 +164,10 @@ def show(
     suggestions: list[Suggestion],
     largest_micro: int | None,
     start: StartCommand | None = None,
-    reason: str = "",
+    layout: Layout | None = None,
 ) -> None:
     """`start`: also print how to start the job, if it fits."""
-    console.print(draw(budget, suggestions, largest_micro, reason=reason, width=console.width))
+    console.print(draw(budget, suggestions, largest_micro, layout=layout, width=console.width))
     command = start.command(budget.job) if start is not None and budget.verdict in _CAN_START else ""
     if command:
         console.print(Text("\nstart it with", "bold"))
@@ -238,19 +238,13 @@ def _offers(suggestions: list[Suggestion]) -> Table:
     return table
 
 
-def _gpus_of(job: PlannedJob) -> dict[str, range]:
-    """GPUs by role: the engine's first."""
-    engine = range(max(1, job.engine_gpus))
-    return {"engine": engine, "trainer": range(job.engine_gpus, job.engine_gpus + job.train_gpus)}
-
-
-def _cards(budget: Budget) -> Table:
+def _cards(budget: Budget, layout: Layout) -> Table:
     """A row for each GPU: what runs on it, its peak and the verdict."""
     job = budget.job
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     for pool in sorted(budget.pools, key=lambda pool: pool.name != ENGINE_GPU):
-        gpus = _gpus_of(job)["engine" if pool.name == ENGINE_GPU else "trainer"] if pool.name != HOST else range(0)
-        for number, gpu in enumerate(gpus):
+        gpus = {ENGINE_GPU: layout.engine, TRAINER_GPU: layout.trainer}
+        for number, gpu in enumerate(gpus.get(pool.name, ())):
             role = f"trainer rank {number}" if job.train_gpus > 1 else "trainer"
             if pool.name == ENGINE_GPU:
                 role = f"engine worker {number}" if job.engine_gpus > 1 else "engine"
@@ -260,7 +254,7 @@ def _cards(budget: Budget) -> Table:
     return table
 
 
-def _pool_name(budget: Budget, pool: MemoryPool) -> str:
+def _pool_name(budget: Budget, pool: MemoryPool, layout: Layout) -> str:
     """The title of a table; several GPUs with the same content have one table."""
     job = budget.job
     if pool.name == HOST:
@@ -268,7 +262,7 @@ def _pool_name(budget: Budget, pool: MemoryPool) -> str:
     if not job.engine_gpus:
         return f"{TRAINER_GPU}, with the engine"
     is_engine = pool.name == ENGINE_GPU
-    gpus = _gpus_of(job)["engine" if is_engine else "trainer"]
+    gpus = layout.engine if is_engine else layout.trainer
     each = "each of " if len(gpus) > 1 else ""
     who = "the engine" if is_engine else "the trainer"
     if each:

@@ -11,7 +11,7 @@ from typing import get_args
 
 from treadle.budget import hardware
 from treadle.budget.hardware import Machine, host_memory, parse_cards
-from treadle.budget.job import Mode, PlannedJob
+from treadle.budget.job import Layout, Mode, PlannedJob
 from treadle.budget.placement import OWN_GPU_SHARE, EngineDemand, GpuWishes, Placement, choose_placement
 from treadle.budget.shapes import ModelShape, find_shape, shape_of_size
 from treadle.budget.suggestions import settings_of
@@ -36,11 +36,9 @@ from treadle.support import fast_dtype
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """`reason`: why the plan has this layout, if it was chosen here; "" otherwise."""
-
     job: PlannedJob
     machine: Machine
-    reason: str = ""
+    layout: Layout
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
@@ -83,26 +81,38 @@ def read_request(run: RunConfig, values: argparse.Namespace, explicit: frozenset
     machine = _machine(run, values)
     model = run.train.model if "train.model" in explicit else run.model
     shape = find_shape(model) if values._params is None else shape_of_size(values._params)
-    layout = _layout(run, values, explicit, machine, shape)
+    counts = _count_gpus(run, values, explicit, machine, shape)
     group_size = run.env.group_size
     if not keys_in(asked, ["env.group_size"]) & explicit:
         group_size = fitting_group_size(group_size, run.train.sequences_per_step)
-    is_apart = layout.engine_gpus > 0
+    is_apart = counts.engine_gpus > 0
     planned = {
-        "train.ranks": layout.train_gpus,
-        "engine.tensor_parallel_size": max(1, layout.engine_gpus),
+        "train.ranks": counts.train_gpus,
+        "engine.tensor_parallel_size": max(1, counts.engine_gpus),
         "env.group_size": group_size,
     }
     if is_apart and run.train.mode.in_memory and not run.train.single_copy:
         planned["train.use_shared_memory"] = True  # as treadle run sets it
     run = with_values(run, planned)
     run.check_together()
-    job = _job(run, values, explicit, (layout.train_gpus, layout.engine_gpus), shape, has_gpu=machine.has_gpu)
-    return PlanRequest(job, machine, layout.reason)
+    job = _job(run, values, explicit, (counts.train_gpus, counts.engine_gpus), shape, has_gpu=machine.has_gpu)
+    usual = Layout.of(job)
+    engine = _numbers(asked.engine.gpus, asked.engine.device, usual.engine)
+    # An engine that runs already takes none of the trainer's GPUs.
+    others = tuple(range(job.train_gpus)) if asked.engine_url else usual.trainer
+    trainer = _numbers(asked.train.gpus, asked.train.device, others)
+    return PlanRequest(job, machine, Layout(engine, trainer, counts.reason))
+
+
+def _numbers(gpus: tuple[int, ...] | None, device: str, usual: tuple[int, ...]) -> tuple[int, ...]:
+    """The GPUs of a process as the user named them, if as many are planned."""
+    index = device.partition(":")[2]
+    named = (int(index),) if index.isdecimal() else gpus
+    return named if named is not None and len(named) == len(usual) else usual
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _GpuCounts:
     """Numbers of GPUs. `engine_gpus` 0: the engine shares the trainer's."""
 
     train_gpus: int = 1
@@ -110,9 +120,9 @@ class _Layout:
     reason: str = ""
 
 
-def _layout(
+def _count_gpus(
     run: RunConfig, values: argparse.Namespace, explicit: frozenset[str], machine: Machine, shape: ModelShape
-) -> _Layout:
+) -> _GpuCounts:
     """The numbers of GPUs from the flags of the plan, else from those of the run, else chosen as `treadle run` does."""
     engine, train = run.engine, run.train
     ranks = _given(values._train_gpus, train.gpus, train.ranks, "train.ranks" in explicit or train.ranks > 1)
@@ -130,13 +140,14 @@ def _layout(
                 "this machine has no GPU, and none was named",
                 fix="name one with --gpu h100, or its size with --gpu-memory-gb 80",
             )
-        return _Layout()
+        return _GpuCounts()
     if run.engine_url or len(indices) > 1 or workers == 0:  # the engine's place is given
-        return _Layout(ranks or 1, 0 if workers == 0 else workers or 1)
+        return _GpuCounts(ranks or 1, 0 if workers == 0 else workers or 1)
     num_gpus = machine.num_gpus
     if num_gpus is None:
-        needs_own = (ranks or 1) > 1 or values._engine_gpus is not None or (workers or 1) > 1
-        return _Layout(ranks or 1, (workers or 1) if needs_own else 0)
+        is_placed = engine.gpus is not None and train.gpus is not None and engine.gpus != train.gpus
+        needs_own = (ranks or 1) > 1 or values._engine_gpus is not None or (workers or 1) > 1 or is_placed
+        return _GpuCounts(ranks or 1, (workers or 1) if needs_own else 0)
     demand = EngineDemand.of(
         shape,
         max_num_seqs=concurrent_sequences(run, explicit),
@@ -153,7 +164,7 @@ def _layout(
     placement = choose_placement(range(num_gpus), machine.gpu_bytes or 0, demand, wishes)
     engine_gpus = 0 if placement.is_shared else placement.tensor_parallel
     reason = "" if num_gpus == 1 else _reason(placement, demand, machine.gpu_bytes or 0, workers, ranks)
-    return _Layout(placement.ranks, engine_gpus, reason)
+    return _GpuCounts(placement.ranks, engine_gpus, reason)
 
 
 def _given(of_plan: int | None, gpus: Sequence[int] | None, count: int, is_count_given: bool) -> int | None:

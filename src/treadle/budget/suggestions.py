@@ -165,8 +165,10 @@ def _ways(job: PlannedJob, machine: Machine) -> Iterator[_Change]:
 
 
 def _placements(job: PlannedJob, machine: Machine) -> Iterator[_Change]:
-    """Other layouts: the same GPUs divided otherwise between engine and trainer, and more GPUs for the trainer. The engine
-    does not lose GPUs that it needs for its model and some sequences."""
+    """Other layouts: the same GPUs divided otherwise between engine and trainer, and more GPUs for the trainer.
+
+    The engine does not lose GPUs that it needs for its model and some sequences.
+    """
     total = _num_gpus(job)
     demand = EngineDemand.of(
         job.shape, max_num_seqs=job.max_num_seqs, max_model_len=job.max_model_len, weight_bytes=job.model_bytes

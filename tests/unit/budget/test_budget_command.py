@@ -253,7 +253,8 @@ def test_every_command_that_plan_prints_is_taken(question: str, tmp_path: Path, 
         assert not code, (command, output)
     any_number = [word.replace("8xh100", "h100") for word in asked]  # a suggestion may need more GPUs
     for offer in answer["suggestions"]:
-        code, printed, complained = plan(capsys, *any_number, *shlex.split(offer["flags"]), "--json")
+        words = any_number if "--engine.gpus" in offer["flags"] else asked
+        code, printed, complained = plan(capsys, *words, *shlex.split(offer["flags"]), "--json")
         assert code == 0, (offer, complained)
         assert json.loads(printed)["verdict"] == offer["verdict"]
 
@@ -338,16 +339,19 @@ def test_completions_longer_than_the_defaults_are_planned_in_full(monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "title"),
     [
-        {"engine__tensor_parallel_size": "2", "train__weight_bridge_mode": "lora_only"},
-        {"engine__device": "cuda:1"},
-        {"engine_url": "http://gpu-7:9001"},
+        ({"engine__tensor_parallel_size": "2", "train__weight_bridge_mode": "lora_only"}, "each of GPUs 0-1: a worker"),
+        ({"engine__device": "cuda:1"}, "GPU 1: the engine"),
+        ({"engine__gpus": "1-2", "train__gpus": "0", "train__use_shared_memory": "true"}, "each of GPUs 1-2: a worker"),
+        ({"engine_url": "http://gpu-7:9001"}, ": the engine"),
     ],
 )
-def test_an_engine_on_other_cards_is_planned_there(monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]) -> None:
-    shown = shown_after(monkeypatch, "Qwen3-0.6B", H200, **settings)
-    assert "engine GPU" in shown
+def test_an_engine_on_other_cards_is_planned_there(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], title: str
+) -> None:
+    shown = shown_after(monkeypatch, "Qwen3-0.6B", 3 * H200, **settings)
+    assert title in shown
     assert "with the engine" not in shown
 
 
