@@ -161,7 +161,7 @@ def parse_cards(text: str) -> tuple[int | None, str, int]:
     """(number of GPUs, or None if only one name is given; name; memory of one) of `--gpu`.
 
     >>> parse_cards("8xH100")
-    (8, 'H100', 84933181440)
+    (8, 'H100', 84932978278)
     >>> parse_cards("2x80gb")
     (2, 'a GPU of 80 GB', 80000000000)
     """
