@@ -33,7 +33,7 @@ from treadle.envs.base import load_environment, prepare_task
 from treadle.errors import Problems
 from treadle.help_texts import GUIDES
 from treadle.launch.attachment import merge_addresses
-from treadle.launch.preflight import check_one_trainer, settle_environments, with_environments
+from treadle.launch.preflight import settle_environments, with_environments
 
 # What starts something, by the name under which the command line finds it.
 _STARTS = (
@@ -97,6 +97,7 @@ def places(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "RUN").mkdir()
     (folder / "RUN" / "config.json").write_text("{}")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (folder / "ds_config.json").write_text("{}")
     (folder / "engine.token").write_text("a-token-of-at-least-thirty-two-characters\n")
     (folder / "engine.token").chmod(0o600)
 
@@ -175,7 +176,6 @@ def _checks_of_run(config: Any, **_: object) -> int:
     problems.raise_all()
     config = merge_addresses(config, explicit)
     config.check_together()
-    check_one_trainer(config)
     return 0
 
 

@@ -175,8 +175,10 @@ def _engine(words: list[str]) -> int:
     else:
         parser.refuse(unknown)
     from treadle.engines import serve
+    from treadle.gpus import use_gpus
     from treadle.launch.folder import is_run, result_of
 
+    use_gpus(run.engine.gpus)
     folder = Path(run.engine.model).expanduser()
     serve(run.engine.model_copy(update={"model": str(result_of(folder))}) if is_run(folder) else run.engine)
     return 0
@@ -188,8 +190,16 @@ def _train(words: list[str]) -> int:
     words, notes = drop_without_effect(words, "train")
     sys.stderr.writelines(f"treadle train: {note}\n" for note in notes)
     run = _one_section("train", words)
+    from treadle.gpus import use_gpus
     from treadle.train import main as train
 
+    gpus = run.train.gpus or ()
+    if len(gpus) > 1 and run.train.ranks == 1 and "WORLD_SIZE" not in os.environ:
+        raise ConfigError(
+            f"--gpus names {len(gpus)} GPUs, and this is one trainer process, which uses one",
+            fix=f"torchrun --nproc-per-node {len(gpus)} -m treadle train ... starts one for each; so does treadle run",
+        )
+    use_gpus(run.train.gpus)
     train(run.train)
     return 0
 

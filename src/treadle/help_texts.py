@@ -57,13 +57,13 @@ GUIDES = MappingProxyType({
         },
     ),
     "plan": Guide(
-        usage="[--gpu NAME] [FLAG VALUE ...]",
+        usage="[--cards [Nx]NAME] [FLAG VALUE ...]",
         about="Say how much memory a run would take, whether it fits, and what would make it fit; nothing is loaded. "
         "Takes the flags of treadle run too.",
         examples={
             "treadle plan": "the built-in job on this machine",
             "treadle plan --model Qwen/Qwen3-8B --gpu h100": "another model on another card",
-            "treadle plan --params 24e9 --gpu h200 --train-gpus 4": "a size instead of a model",
+            "treadle plan --model Qwen/Qwen3-14B --cards 8xh100": "which GPUs the engine gets, and which the trainer",
         },
         flags={
             "the machine": ("--gpu", "--gpu-memory-gb", "--host-memory-gb", "--train-gpus", "--engine-gpus"),

@@ -63,10 +63,11 @@ class WeightMode:
 
     adapters: bool = False  # publishes adapters, and trains them
     restarts: bool = False  # the engine is restarted with what was saved
-    split_engine: bool = False  # works with an engine that is split over several GPUs (tensor parallel)
     single_copy: bool = False  # one copy of the weights for engine and trainer is possible
     quantized_base: bool = False  # works with a frozen base model in 4 bits
-    in_memory: bool = False  # the engine takes whole weights from memory: one copy that it shares, or a broadcast
+    # The engine takes whole weights from memory: one copy that it shares, which an engine that is split over several
+    # GPUs cannot (config/sync.py), or a broadcast.
+    in_memory: bool = False
     uses_folder: bool = True  # weights or adapters pass through a folder that the engine reads
     publishes: bool = True  # new weights reach an engine
     every_step: bool = False  # each step is published: no interval
@@ -74,8 +75,7 @@ class WeightMode:
     deadline_s: float = 180.0  # for one publish, by default
 
 
-# An adapter is small, and vLLM splits it itself; all other modes write whole weights, where each GPU has a part.
-_ADAPTERS = {"adapters": True, "split_engine": True, "quantized_base": True}
+_ADAPTERS = {"adapters": True, "quantized_base": True}
 WEIGHT_MODES: dict[str, WeightMode] = {
     "shared_vllm": WeightMode(single_copy=True, in_memory=True, uses_folder=False, every_step=True),
     "lora_only": WeightMode(**_ADAPTERS, single_copy=True),
@@ -83,7 +83,7 @@ WEIGHT_MODES: dict[str, WeightMode] = {
     "none": WeightMode(restarts=True, interval=3, deadline_s=900.0),
     "reload": WeightMode(),
     "delta": WeightMode(),
-    "offline": WeightMode(split_engine=True, quantized_base=True, uses_folder=False, publishes=False, every_step=True),
+    "offline": WeightMode(quantized_base=True, uses_folder=False, publishes=False, every_step=True),
 }
 # Nats per token that trainer and engine may differ by on the canary on average; a single token may differ ten times as
 # much (sync/verify.py).

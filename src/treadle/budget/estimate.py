@@ -1,18 +1,7 @@
 """Estimate the memory of a PlannedJob on a Machine, component by component. Pure.
 
-The tensors that a forward pass keeps for the backward pass are counted for a Llama or Qwen layer. h hidden, q queries
-(heads x head_dim), k keys (kv heads x head_dim), f inner width of the MLP; in numbers per token:
-
-    part                  eager                              compiled, Liger's kernels, or lean
-    norms (2 a layer)     fp32 input + its scaled copy       the input
-    normed inputs         2h: inputs of linear layers        the same
-    query/key norms       fp32 input + its scaled copy       the input                     (Qwen3 only)
-    query, key, value     q + 2k, after the rotation         the same; k again for each completion of a shared prompt
-    attention output      q, and one fp32 number a head      the same
-    MLP                   gate, silu, up, product: 4f        gate, up, product: 3f
-
-A frozen weight does not need its input: LoRA drops the normed inputs and the product, and adds the inputs of adapters.
-The tests compare these counts with the tensors that torch saves.
+Several trainer ranks share weights, gradients and optimizer states (torch's FSDP2): each has a part of every tensor,
+and layers are whole while they compute. Everything else is the same on each rank.
 """
 
 from __future__ import annotations
@@ -20,6 +9,7 @@ from __future__ import annotations
 import math
 
 from treadle.budget import hardware
+from treadle.budget.activations import backward_bytes, kept_bytes, logits_bytes
 from treadle.budget.hardware import Machine
 from treadle.budget.job import ALL, MICRO, Budget, Component, MemoryPool, Moment, Owner, PlannedJob
 from treadle.engines.vllm.command import lora_rank, max_cpu_loras, max_loras
@@ -54,41 +44,68 @@ def kv_bytes_per_token(job: PlannedJob) -> int:
 
 
 def _trainer_parts(job: PlannedJob) -> list[Component]:
-    """Components of each trainer GPU: optimizer states are sharded, everything else is replicated."""
+    """Components of each trainer GPU, and so of each rank."""
     shape = job.shape
-    is_shared = job.mode == "single-copy"
-    weights = "shared with the engine" if is_shared else "the trainer's copy"
     return [
-        _part("weights", job.model_bytes, "both" if is_shared else "trainer", weights),
+        *_weight_parts(job),
         *_state_parts(job),
         *_reference_parts(job),
         _part("activations", kept_bytes(job), "trainer", _activations_note(job), MICRO),
         _part("logits", logits_bytes(job), "trainer", f"{min(job.logprob_chunk, shape.vocab):,} at a time", ("loss",)),
         _part("backward of a layer", backward_bytes(job), "trainer", "activations' gradients", ("backward",)),
         *_fresh_gradient_parts(job),
+        *_publish_parts(job, "trainer"),
         _part("CUDA context", hardware.CUDA_CONTEXT_BYTES, "trainer", "the trainer's process"),
     ]
 
 
+def _weight_parts(job: PlannedJob) -> list[Component]:
+    """The weights that a rank keeps, and those that are whole while it computes with them."""
+    is_shared = job.mode == "single-copy"
+    if not job.is_sharded:
+        note = "shared with the engine" if is_shared else "the trainer's copy"
+        return [_part("weights", job.model_bytes, "both" if is_shared else "trainer", note)]
+    shape, size = job.shape, job.weight_bytes
+    parts = [] if job.offloads_weights else [_part("weights", job.model_bytes / job.num_shards, "trainer", _of(job))]
+    computing: tuple[Moment, ...] = ("loss", "backward", "reduce")
+    if job.shard == "zero2":
+        return [*parts, _part("whole weights", job.model_bytes, "trainer", "from forward to backward", computing)]
+    layers = hardware.WHOLE_LAYERS * shape.num_layer_params * size
+    return [
+        *parts,
+        _part("whole layers", layers, "trainer", f"{hardware.WHOLE_LAYERS}: computing, gathered ahead", MICRO),
+        _part("whole embeddings", shape.num_outer_params * size, "trainer", "and output layer", computing),
+    ]
+
+
+def _of(job: PlannedJob) -> str:
+    """ "1/7 of the trainer's copy"."""
+    return f"1/{job.num_shards} of the trainer's copy" if job.num_shards > 1 else "the trainer's copy"
+
+
 def _state_parts(job: PlannedJob) -> list[Component]:
-    """Gradient accumulators and optimizer states that are on the GPU."""
+    """Gradient accumulators and optimizer states that are on the GPU: of this rank's shard."""
     parts = []
+    shards = job.num_shards
     if job.lora:
-        parts.append(_part("adapters", job.num_trained * 4, "trainer", f"fp32, rank {job.lora_r}"))
+        parts.append(_part("adapters", job.num_trained * 4 / shards, "trainer", f"fp32, rank {job.lora_r}"))
     if job.optimizer == "adamw_cpu":
         return parts
     masters, moments = optimizer_bytes(job)
     note = "fp32" if job.gradient_bytes == 4 else "bf16"
-    # Those of one parameter are never split among GPUs.
-    is_largest_trained = not job.lora and job.train_layers is None
-    share = max(1 / job.train_gpus, job.shape.num_largest / job.num_trained if is_largest_trained else 0.0)
     states = (
         ("gradients", job.num_trained * job.gradient_bytes, f"{note} accumulators"),
-        ("masters", masters * share, "fp32 copy of the weights"),
-        ("optimizer moments", moments * share, job.optimizer),
+        ("masters", masters, "fp32 copy of the weights"),
+        ("optimizer moments", moments, job.optimizer),
     )
-    parts += [_part(name, size, "trainer", text) for name, size, text in states]
+    parts += [
+        _part(name, size / shards, "trainer", f"1/{shards}, {text}" if shards > 1 else text)
+        for name, size, text in states
+    ]
     parts.append(_part("optimizer scratch", _step_scratch(job), "trainer", "fp32, a piece at a time", ("step",)))
+    if job.optimizer == "muon" and job.is_sharded:
+        matrix = job.shape.num_largest_in_layer * job.weight_bytes
+        parts.append(_part("whole matrix", matrix, "trainer", "one at a time, for Muon", ("step",)))
     return parts
 
 
@@ -98,7 +115,7 @@ def _step_scratch(job: PlannedJob) -> float:
         return 0
     if job.optimizer == "adamw_8bit":
         return hardware.CHUNK_8BIT_BYTES
-    largest = 4 * job.shape.num_largest
+    largest = 4 * job.shape.num_largest / job.num_shards
     piece = 0 if job.gradient_bytes == 4 else hardware.PIECE_BYTES + largest
     return hardware.STEP_COPIES.get(job.optimizer, 0) * largest + piece
 
@@ -130,8 +147,8 @@ def _reference_parts(job: PlannedJob) -> list[Component]:
         return []
     shape, size = job.shape, job.weight_bytes
     if not job.is_reference_offloaded:
-        return [_part("reference", shape.num_params * size, "trainer", "frozen copy for the KL")]
-    visiting = shape.num_outer_params + shape.num_layer_params
+        return [_part("reference", shape.num_params * size / job.num_shards, "trainer", "frozen copy for the KL")]
+    visiting = shape.num_outer_params + shape.num_layer_params * (hardware.WHOLE_LAYERS if job.is_sharded else 1)
     return [_part("reference", visiting * size, "trainer", "a layer at a time", MICRO)]
 
 
@@ -139,26 +156,49 @@ def _fresh_gradient_parts(job: PlannedJob) -> list[Component]:
     """New gradients in the dtype of the weights: each is added to its accumulator and freed at once.
 
     The gradient of the output layer comes first; if it is tied to the embedding, it exists until the end. A compiled
-    layer returns all its gradients together, an eager one matrix by matrix.
+    layer returns all its gradients together, an eager one matrix by matrix. Several ranks sum the gradients of a whole
+    layer, and at the end those of embeddings and output layer together, in fp32.
     """
     if job.lora:
         return []
     shape, size = job.shape, job.weight_bytes
     parts = []
     if job.train_layers is None:
-        moments: tuple[Moment, ...] = MICRO if shape.is_tied else ("loss",)
-        note = "tied: held to the end" if shape.is_tied else "added up, then freed"
+        is_held = shape.is_tied or job.is_sharded
+        moments: tuple[Moment, ...] = MICRO if is_held else ("loss",)
+        note = (
+            "added up, then freed" if not is_held else "tied: held to the end" if shape.is_tied else "held to the end"
+        )
         parts.append(_part("output layer's gradient", shape.num_embedding_params * size, "trainer", note, moments))
-    layer = shape.num_layer_params if job.is_compiled else max(i * o for i, o in shape.linears.values())
-    parts.append(_part("a layer's gradients", layer * size, "trainer", "added up, then freed", ("backward",)))
+    if not job.is_sharded:
+        layer = shape.num_layer_params if job.is_compiled else shape.num_largest_in_layer
+        return [*parts, _part("a layer's gradients", layer * size, "trainer", "added up, then freed", ("backward",))]
+    summed = size + hardware.REDUCE_BYTES
+    note = "and their sum over the ranks, fp32"
+    parts.append(_part("a layer's gradients", shape.num_layer_params * summed, "trainer", note, ("backward",)))
+    if job.train_layers is None:
+        parts.append(
+            _part("embeddings' gradients", shape.num_outer_params * summed, "trainer", note, ("reduce",)),
+        )
     return parts
+
+
+def _publish_parts(job: PlannedJob, owner: Owner) -> list[Component]:
+    """Weights on their way to an engine on other GPUs: a bucket on both sides, and one whole weight on each rank."""
+    if not job.engine_gpus or job.mode != "two-copies":
+        return []
+    whole = job.shape.num_largest * job.weight_bytes if job.is_sharded and owner == "trainer" else 0
+    note = "a whole weight and a bucket" if whole else "a bucket of weights"
+    moments = ("step",) if owner == "trainer" else ALL
+    return [_part("publishing", hardware.PUBLISH_BUCKET_BYTES + whole, owner, note, moments)]
 
 
 def _engine_parts(job: PlannedJob, gpu_bytes: int) -> list[Component]:
     """Components of each engine GPU: weights and KV cache are split among the GPUs."""
     parts: list[Component] = []
     if job.mode != "single-copy":
-        parts.append(_part("engine's weights", job.model_bytes / job.tensor_parallel, "engine", "a second copy"))
+        split = f"1/{job.tensor_parallel} of its copy" if job.tensor_parallel > 1 else "a second copy"
+        parts.append(_part("engine's weights", job.model_bytes / job.tensor_parallel, "engine", split))
     one_sequence = job.max_model_len * kv_bytes_per_token(job)
     if job.gpu_memory_utilization is None:
         cache, note = job.max_num_seqs * one_sequence, f"{job.max_num_seqs} x {job.max_model_len:,} tokens"
@@ -170,6 +210,7 @@ def _engine_parts(job: PlannedJob, gpu_bytes: int) -> list[Component]:
         *parts,
         _part("KV cache", cache, "engine", note),
         _part("engine's workspace", _engine_workspace(job), "engine", "prefill, CUDA graphs"),
+        *_publish_parts(job, "engine"),
         _part("CUDA context", hardware.CUDA_CONTEXT_BYTES, "engine", "the engine's process"),
     ]
 
@@ -228,12 +269,19 @@ def _host_parts(job: PlannedJob) -> list[Component]:
         )
     if job.optimizer == "adamw_cpu":
         masters, moments = optimizer_bytes(job)
-        gradients = job.train_gpus * job.gradient_bytes * job.num_trained  # one set per process
-        parts.append(_part("gradients", gradients, "trainer", "accumulators"))
-        parts.append(_part("masters and moments", masters + moments, "trainer", "adamw_cpu keeps them here"))
+        gradients = job.gradient_bytes * job.num_trained
+        parts.append(_part("gradients", job.replicas * gradients, "trainer", "accumulators"))
+        states = job.replicas * (masters + moments)
+        parts.append(_part("masters and moments", states, "trainer", "adamw_cpu keeps them here"))
     if job.has_reference and job.is_reference_offloaded and not job.lora:
-        copies = job.train_gpus * job.shape.num_params * job.weight_bytes  # one per process
+        copies = job.replicas * job.shape.num_params * job.weight_bytes
         parts.append(_part("reference", copies, "trainer", "a frozen copy"))
+    if job.is_sharded and job.offloads_weights:
+        parts.append(_part("weights", job.replicas * job.model_bytes, "trainer", "offloaded"))
+        fresh = 0 if job.lora else job.replicas * job.num_trained * job.weight_bytes
+        parts.append(_part("new gradients", fresh, "trainer", "of the offloaded weights"))
+    if job.is_sharded:
+        parts.append(_part("checkpoint", 4 * job.shape.num_largest, "trainer", "a tensor at a time"))
     return parts
 
 
@@ -286,73 +334,3 @@ def _activations_note(job: PlannedJob) -> str:
 
 def _part(name: str, size: float, owner: Owner, note: str = "", moments: tuple[Moment, ...] = ALL) -> Component:
     return Component(name, round(size), owner, note, moments)
-
-
-# ---- activations
-
-_FP32 = 4
-# The input of each linear layer: layers with the same word read the same tensor.
-_READERS = {
-    "q_proj": "attention", "k_proj": "attention", "v_proj": "attention",
-    "gate_proj": "mlp", "up_proj": "mlp", "o_proj": "output", "down_proj": "product",
-}  # fmt: skip
-
-
-def kept_per_layer(job: PlannedJob) -> dict[str, float]:
-    """Bytes per token that one layer keeps, by part."""
-    shape, size = job.shape, job.weight_bytes
-    widths = shape.query_width + shape.kv_width
-    is_fused = job.is_compiled or job.has_liger or job.is_lean
-    # The scaled copy of the input is kept for the gradient of the norm's weight.
-    norm = size if is_fused else _FP32 + (0 if job.lora else size)
-    mlp = (2 if job.lora else 3) if is_fused else (3 if job.lora else 4)
-    if job.has_block_attention:  # dense blocks keep every probability
-        repeated_keys, kept_scores = 1.0, float(job.sequence_tokens)
-    else:  # fused attention gathers the keys of a shared prompt for every completion, and keeps one number per query
-        repeated_keys, kept_scores = job.sequence_tokens / job.tokens_per_completion, 1.0
-    return {
-        "norms": 2 * (norm * shape.hidden + _FP32),
-        "normed inputs": 0 if job.lora else 2 * size * shape.hidden,
-        "query and key norms": shape.has_qk_norm * (norm * widths + _FP32 * (shape.num_heads + shape.num_kv_heads)),
-        "query, key, value": size * (shape.query_width + 2 * shape.kv_width * repeated_keys),
-        "attention output": size * shape.query_width,
-        "attention weights": _FP32 * shape.num_heads * kept_scores,
-        "mlp": mlp * size * shape.ffn,
-        "adapters": _adapters(job) if job.lora else 0,
-    }
-
-
-def kept_bytes(job: PlannedJob) -> float:
-    """Activations of a micro-batch; with checkpointing only the input of each layer."""
-    shape = job.shape
-    last_norm = (_FP32 + 2 * job.weight_bytes) * shape.hidden
-    layer = job.weight_bytes * shape.hidden if job.is_checkpointed else sum(kept_per_layer(job).values())
-    chosen = job.train_layers
-    num_layers = shape.num_layers - (min(chosen) if chosen else 0)  # the backward pass ends at the first trained one
-    return job.tokens_at_once * (num_layers * layer + last_norm)
-
-
-def backward_bytes(job: PlannedJob) -> float:
-    """Temporary memory in the backward pass of one layer: gradients, and with checkpointing recomputed tensors."""
-    shape = job.shape
-    gradients = job.weight_bytes * (
-        hardware.BACKWARD_FFN_TENSORS * shape.ffn + hardware.BACKWARD_HIDDEN_TENSORS * shape.hidden
-    )
-    recomputed = sum(kept_per_layer(job).values()) if job.is_checkpointed else 0
-    return job.tokens_at_once * (gradients + recomputed)
-
-
-def logits_bytes(job: PlannedJob) -> float:
-    """One chunk of the logits of every loss token, and the hidden states of these tokens."""
-    entries = min(job.logprob_chunk, job.shape.vocab) * hardware.LOGITS_BYTES_PER_ENTRY
-    return job.loss_tokens * (entries + hardware.HIDDEN_BYTES_AT_LOSS * job.shape.hidden)
-
-
-def _adapters(job: PlannedJob) -> float:
-    """fp32 inputs of the adapters, and the tensors between their two matrices.
-
-    In eager mode every adapter copies its input to fp32; compiled, adapters with the same input share the copy.
-    """
-    inputs = {name: job.shape.linears[name][0] for name in job.lora_targets}
-    copies = {_READERS[name]: width for name, width in inputs.items()} if job.is_compiled else inputs
-    return _FP32 * (job.lora_r * len(inputs) + sum(copies.values()))

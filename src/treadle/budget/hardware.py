@@ -6,9 +6,8 @@ counted exactly; the tests compare both with transformers and torch.
 
 from __future__ import annotations
 
+import os
 import re
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import psutil  # type: ignore[import-untyped]
 
 from treadle.config.load import suggest
 from treadle.errors import ConfigError
+from treadle.gpus import find_gpus
 
 # --- bytes of optimizer state per trained parameter ------------------------------------------------------------------
 # From the formats: fp32 numbers take 4 bytes, 8-bit moments 1 byte each plus fp32 scales per block of 256.
@@ -45,6 +45,11 @@ CUDA_CONTEXT_BYTES = 550_000_000  # per process: context, kernels and cuBLAS wor
 # Share of transient memory: torch's caching allocator rounds up and leaves gaps. On an H200 (bench/memory.py) this
 # predicts reserved memory within 2 % for full fine-tuning; with LoRA it reserved 12.8 GB more, on a GPU with free room.
 FRAGMENTATION = 0.05
+
+# --- several trainer ranks (torch's FSDP2) ----------------------------------------------------------------------------
+WHOLE_LAYERS = 2  # one computes, the next one is being gathered
+REDUCE_BYTES = 4  # gradients are summed over the ranks in fp32
+PUBLISH_BUCKET_BYTES = 256 * 2**20  # of weights on their way to the engine (sync/process_group.py)
 
 # --- the engine ------------------------------------------------------------------------------------------------------
 ENGINE_BATCHED_TOKENS = 8192  # tokens that vLLM prefills at once
@@ -117,11 +122,13 @@ CARDS: dict[str, int] = {name: round(gib * _GIB) for name, gib in _USABLE_GIB.it
 
 @dataclass(frozen=True)
 class Machine:
-    """`gpu_bytes`: memory of one GPU, None to train on the CPU. `host_bytes` None: unknown."""
+    """`gpu_bytes`: memory of one GPU, None to train on the CPU. `host_bytes` None: unknown. `num_gpus` None: as many as
+    the job needs."""
 
     name: str
     gpu_bytes: int | None
     host_bytes: int | None
+    num_gpus: int | None = None
 
     @property
     def has_gpu(self) -> bool:
@@ -150,18 +157,28 @@ def card_bytes(name: str) -> int:
     raise ConfigError(f"the GPU '{name}' is not known", fix=f"{hint}; or give --gpu-memory-gb {gib or 'GB'}")
 
 
+def parse_cards(text: str) -> tuple[int | None, str, int]:
+    """(number of GPUs, or None if only one name is given; name; memory of one) of `--gpu`.
+
+    >>> parse_cards("8xH100")
+    (8, 'H100', 84932978278)
+    >>> parse_cards("2x80gb")
+    (2, 'a GPU of 80 GB', 80000000000)
+    """
+    count, name = re.fullmatch(r"(?:(\d+)\s*[x*]\s*)?(.*)", text.strip()).groups()  # type: ignore[union-attr]
+    if count is not None and int(count) < 1:
+        raise ConfigError(f"'{text}' is no number of GPUs", fix="write for example 8xh100")
+    size = re.fullmatch(r"([\d.]+)\s*gi?b", name.lower())
+    num_gpus = None if count is None else int(count)
+    if size is not None:
+        return num_gpus, f"a GPU of {size[1]} GB", round(float(size[1]) * 1e9)
+    return num_gpus, name, card_bytes(name)
+
+
 def find_gpu() -> tuple[str, int] | None:
-    """(name, bytes) of the first NVIDIA GPU, from nvidia-smi: the launcher never loads torch."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    command = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-        name, megabytes = answer.strip().splitlines()[0].rsplit(",", 1)
-        return name.strip(), int(megabytes) * 2**20
-    except (subprocess.SubprocessError, OSError, ValueError, IndexError):
-        return None
+    """(name, bytes) of the first NVIDIA GPU that this process sees."""
+    gpus = find_gpus(os.environ)
+    return (gpus[0].name, gpus[0].num_bytes) if gpus and gpus[0].num_bytes else None
 
 
 def host_memory() -> int:

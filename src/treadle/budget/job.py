@@ -11,7 +11,7 @@ from typing import Literal
 
 from treadle.budget.hardware import SAFE_SHARE, Machine
 from treadle.budget.shapes import ModelShape
-from treadle.config.sync import Quantization, refuse_split_engine
+from treadle.config.sync import Quantization
 from treadle.errors import ConfigError
 from treadle.support import WeightModeName
 
@@ -29,8 +29,11 @@ class PlannedJob:
 
     shape: ModelShape
     mode: Mode = "two-copies"
-    train_gpus: int = 1  # weights and gradients are whole on each; the optimizer's states are divided
-    engine_gpus: int = 0  # 0: the engine runs on the trainer's GPU, on the first of several
+    train_gpus: int = 1  # a trainer rank on each
+    engine_gpus: int = 0  # an engine worker on each (tensor parallel); 0: the engine runs on the GPU of the only rank
+    shard: Literal["fsdp2", "zero2"] = "fsdp2"  # of several ranks
+    replicas: int = 1  # copies of the sharded model, each on train_gpus / replicas ranks
+    offloads_weights: bool = False  # shards are in host memory
     weight_mode: WeightModeName = "shared_vllm"
     weight_bytes: int = 2
     # training
@@ -91,6 +94,15 @@ class PlannedJob:
         return max(self.micro_tokens, self.sequence_tokens)
 
     @property
+    def num_shards(self) -> int:
+        """Ranks that share one copy of weights, gradients and optimizer state."""
+        return self.train_gpus // self.replicas
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.train_gpus > 1
+
+    @property
     def tensor_parallel(self) -> int:
         """Number of GPUs that share the engine's weights."""
         return max(1, self.engine_gpus)
@@ -141,11 +153,21 @@ def _check_modes(job: PlannedJob) -> None:
             f"mode '{job.mode}' and train.lora {str(job.lora).lower()} do not go together",
             fix="give --train.lora true and leave --mode out, or --mode single-copy for one copy of the base model",
         )
-    refuse_split_engine(job.engine_gpus, job.weight_mode)
-    if job.shape.num_heads % job.tensor_parallel:
+    if job.train_gpus > 1 and not job.engine_gpus:
         raise ConfigError(
-            f"the {job.shape.num_heads} attention heads cannot be divided among {job.tensor_parallel} engine GPUs",
-            fix="choose --engine-gpus that divides the heads",
+            f"{job.train_gpus} trainer ranks and the engine need GPUs of their own: they share one only with one rank",
+            fix="--engine-gpus 1",
+        )
+    if job.train_gpus % job.replicas:
+        raise ConfigError(
+            f"{job.train_gpus} trainer ranks cannot be divided into {job.replicas} replicas",
+            fix="choose --train.replicas that divides the number of ranks",
+        )
+    heads, kv_heads, split = job.shape.num_heads, job.shape.num_kv_heads, job.tensor_parallel
+    if heads % split or (kv_heads % split and split % kv_heads):
+        raise ConfigError(
+            f"the {heads} attention heads and {kv_heads} KV heads cannot be divided among {split} engine GPUs",
+            fix="choose --engine-gpus that divides both, such as 2, 4 or 8",
         )
 
 
@@ -158,19 +180,34 @@ def _check_layers(job: PlannedJob) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Numbers of the GPUs of engine and trainer; `reason`: why the plan chose them, "" if it did not."""
+
+    engine: tuple[int, ...]
+    trainer: tuple[int, ...]
+    reason: str = ""
+
+    @classmethod
+    def of(cls, job: PlannedJob) -> Layout:
+        """The engine on the first GPUs, the trainer on the next ones."""
+        num_engine = job.engine_gpus
+        return cls(tuple(range(max(1, num_engine))), tuple(range(num_engine, num_engine + job.train_gpus)))
+
+
 # ---- the result
 
-Moment = Literal["loss", "backward", "step"]
+Moment = Literal["loss", "backward", "reduce", "step"]
 Verdict = Literal["fits", "tight", "does not fit", "not known"]
 Owner = Literal["trainer", "engine", "both", "others"]
-ALL: tuple[Moment, ...] = ("loss", "backward", "step")
+ALL: tuple[Moment, ...] = ("loss", "backward", "reduce", "step")
 MICRO: tuple[Moment, ...] = ("loss", "backward")
 
 
 @dataclass(frozen=True)
 class Component:
-    """`bytes` of memory in these moments of a step: computing the loss, the backward pass of a layer, the optimizer
-    step."""
+    """`bytes` of memory in these moments of a step: computing the loss, the backward pass of a layer, summing the
+    gradients of embeddings and output layer over the ranks, the optimizer step."""
 
     name: str
     bytes: int

@@ -1,8 +1,4 @@
-"""Show a budget as a table or as JSON, and print the commands that start the planned job.
-
-one trainer process          treadle run
-several trainer processes    hub, engine and environment one by one, the trainers with torchrun
-"""
+"""Show a budget as tables or as JSON, and print the command that starts the planned job."""
 
 from __future__ import annotations
 
@@ -17,22 +13,20 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from treadle.budget.job import Budget, MemoryPool, PlannedJob, Verdict
-from treadle.budget.suggestions import SHARED_BASE, Suggestion, separate_engine_gpu, settings_of
-from treadle.config.env import labels_of
+from treadle.budget.estimate import ENGINE_GPU, HOST, TRAINER_GPU
+from treadle.budget.job import Budget, Layout, MemoryPool, PlannedJob, Verdict
+from treadle.budget.placement import name_gpus
+from treadle.budget.suggestions import SHARED_BASE, Suggestion, layout_flags, settings_of
 from treadle.config.flags import given
-from treadle.config.schema import EngineConfig, RunConfig
+from treadle.config.schema import RunConfig
 from treadle.formatting import gigabytes
-from treadle.support import WEIGHT_MODES
 
 Settings = Mapping[str, str]  # {"train.optimizer": "adamw_8bit"}
-BY_HAND = "start it with, each in a terminal of its own (treadle run starts one trainer process: docs/multi-gpu.md)"
 _WIDE_TERMINAL = 110
 _BARS = {_WIDE_TERMINAL: 34, 80: 16, 0: 8}  # least terminal width in columns -> width of a bar
 _COLOURS: dict[Verdict, str] = {"fits": "green", "tight": "yellow", "does not fit": "red", "not known": "dim"}
 _CAN_START: tuple[Verdict, ...] = ("fits", "tight")
 _OWNERS = {"trainer": "cyan", "engine": "magenta", "both": "blue", "others": "white"}
-_OF_TORCHRUN = ("ranks", "trainer_rank", "init_method", "device")  # set by torchrun for each trainer process
 _OF_MODE: Mapping[str, Settings] = {
     "single-copy": {"train.single_copy": "true"},
     "two-copies": {"train.use_shared_memory": "true"},
@@ -41,8 +35,8 @@ _OF_MODE: Mapping[str, Settings] = {
 
 
 @dataclass(frozen=True)
-class StartCommands:
-    """Builds the commands from the `settings` and the `config_file` that the user gave."""
+class StartCommand:
+    """Builds the `treadle run ...` from the `settings` and the `config_file` that the user gave."""
 
     run: RunConfig
     settings: Settings
@@ -50,7 +44,7 @@ class StartCommands:
     is_model_known: bool = True  # False: only a size was given
 
     @classmethod
-    def of(cls, run: RunConfig, values: argparse.Namespace) -> StartCommands:
+    def of(cls, run: RunConfig, values: argparse.Namespace) -> StartCommand:
         settings = {key: str(value) for key, value in given(values).items()}
         if run.train.lora and values._mode == "single-copy":
             settings = {**settings, **settings_of(SHARED_BASE)}
@@ -58,113 +52,56 @@ class StartCommands:
             settings = {**_OF_MODE.get(values._mode, {}), **settings}
         return cls(run, settings, values._config, values._params is None)
 
-    def commands(self, job: PlannedJob, flags: Iterable[str] = ()) -> list[str]:
+    def command(self, job: PlannedJob, flags: Iterable[str] = ()) -> str:
         """Empty if no model was named. `flags`: of a suggestion, such as ("--train.optimizer adamw_8bit",)."""
         if not self.is_model_known:
-            return []
+            return ""
         settings = {**self.settings, **settings_of(flags)}
-        if job.train_gpus == 1:
-            return [self._command("treadle run", {**self._devices(job), **settings})]
-        return self._by_hand(job, settings)
-
-    def _devices(self, job: PlannedJob) -> Settings:
-        """The GPUs of engine and trainer, if they do not share one."""
-        if job.engine_gpus == 0 or self.run.engine_url:
-            return {}
-        if job.engine_gpus > 1:
-            split = str(job.engine_gpus)
-            return {
-                "engine.engine": "vllm",
-                "engine.tensor_parallel_size": split,
-                "train.device": f"cuda:{split}",  # the engine takes the first ones
-            }
-        return settings_of(separate_engine_gpu(job.weight_mode))
-
-    def _by_hand(self, job: PlannedJob, settings: Settings) -> list[str]:
-        """torchrun gives GPU N to rank N, so the engine takes the GPUs after those, or shares the first one.
-
-        Settings that `treadle run` copies from one section to another are given to both processes.
-        """
-        run = self.run
-        mode = WEIGHT_MODES[settings.get("train.weight_bridge_mode", run.train.weight_bridge_mode)]
-        common = {"model": settings.get("model", run.model)}
-        engine = common | _section("engine", settings)
-        train = common | {"steps": str(run.steps)} | _section("train", settings)
-        for name in _OF_TORCHRUN:
-            train.pop(name, None)
-        if job.max_model_len != EngineConfig().max_model_len:
-            engine["max_model_len"] = train["seq_len"] = str(job.max_model_len)
-        age = str(run.env.max_age if run.max_age is None or "env.max_age" in settings else run.max_age)
-        if not run.envs and run.env.pace != "stream":
-            train = {"max_age": age} | train
-        if mode.adapters:
-            engine |= {"enable_lora": "true", "max_lora_rank": str(job.lora_r)}
-            if job.quantization != "none":
-                engine = {"quantization": job.quantization} | engine
-        if job.engine_gpus == 0:
-            engine = {"device": "cuda:0"} | engine
-            if mode.in_memory or job.mode == "single-copy":
-                engine = {"weights_file": "/dev/shm/mine.weights"} | engine  # noqa: S108 - memory, as in the README
-        elif job.engine_gpus == 1:
-            engine = {"device": f"cuda:{job.train_gpus}"} | engine
-            if mode.in_memory:
-                train = {"use_shared_memory": "true"} | train
-        visible = ""
-        if job.engine_gpus > 1:
-            engine |= {"engine": "vllm", "tensor_parallel_size": str(job.engine_gpus)}
-            cards = range(job.train_gpus, job.train_gpus + job.engine_gpus)
-            visible = f"CUDA_VISIBLE_DEVICES={','.join(map(str, cards))} "
-        of_env = [key for key in settings if key.startswith(("env.", "openai.")) and key != "env.name"]
-        env = ({"env.max_age": age} if "max_age" in settings else {}) | {key: settings[key] for key in of_env}
-        mixed = [
-            (label, {"env.pace": "stream", "env.inference_weight": f"{one.inference_weight:g}"})
-            for label, one in zip(labels_of(run.envs), run.envs, strict=True)
-        ]
-        return [
-            self._command("treadle hub", _section("hub", settings)),
-            self._command(f"{visible}treadle engine", engine),
-            *(
-                self._command(f"treadle env {shlex.quote(name)} serve", own | env)
-                for name, own in mixed or [(run.env.name, {})]
-            ),
-            self._command(f"torchrun --nproc-per-node {job.train_gpus} -m treadle train", train),
-        ]
-
-    def _command(self, program: str, settings: Settings) -> str:
+        settings = {**settings, **self._gpus(job, settings)}
         file = [] if self.config_file is None else ["--config", shlex.quote(str(self.config_file))]
-        flags = [f"--{key.replace('_', '-')} {shlex.quote(value)}" for key, value in settings.items()]
-        return " ".join([program, *file, *flags])
+        words = [f"--{key.replace('_', '-')} {shlex.quote(value)}" for key, value in settings.items()]
+        return " ".join(["treadle run", *file, *words])
 
-
-def _section(name: str, settings: Settings) -> dict[str, str]:
-    """The settings of one process, without the prefix: flags of its own verb."""
-    prefix = f"{name}."
-    return {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
+    def _gpus(self, job: PlannedJob, settings: Settings) -> Settings:
+        """The GPUs of engine and trainer if they share none, unless the user placed them."""
+        devices = (self.run.engine.device, self.run.train.device)
+        if job.engine_gpus == 0 or any(device not in ("auto", "cuda") for device in devices):
+            return {}
+        placed = settings_of(layout_flags(job.train_gpus, job.engine_gpus, job.weight_mode))
+        if self.run.engine_url:
+            return {} if "train.gpus" in settings or job.train_gpus == 1 else {"train.ranks": str(job.train_gpus)}
+        return {key: value for key, value in placed.items() if key not in settings}
 
 
 # ---- table and JSON
 
 
 def draw(
-    budget: Budget, suggestions: list[Suggestion], largest_micro: int | None, *, width: int = _WIDE_TERMINAL
+    budget: Budget,
+    suggestions: list[Suggestion],
+    largest_micro: int | None,
+    *,
+    layout: Layout | None = None,
+    width: int = _WIDE_TERMINAL,
 ) -> RenderableType:
-    warning = _warning(budget)
+    warning, layout = _warning(budget), layout or Layout.of(budget.job)
     lines: list[RenderableType] = [_heading(budget), *([Text(warning, "yellow")] if warning else []), Text()]
+    if budget.job.engine_gpus and budget.machine.has_gpu:
+        lines += [_cards(budget, layout), *([Text(layout.reason, "dim")] if layout.reason else []), Text()]
     for pool in budget.pools:
         if pool.capacity is None:  # no bars
             parts = ", ".join(f"{part.name} {gigabytes(part.bytes)}" for part in pool.components)
             note = (f"  {parts} (--host-memory-gb gives a verdict)", "dim")
             lines += [Text.assemble(("host memory  ", "bold"), gigabytes(pool.peak), note), Text()]
         else:
-            lines += [_table(pool, _pool_name(budget, pool), width), _verdict(pool, pool.capacity), Text()]
+            lines += [_table(pool, _pool_name(budget, pool, layout), width), _verdict(pool, pool.capacity), Text()]
     if largest_micro is not None and budget.verdict == "fits":
         largest = f"--train.micro-tokens {largest_micro} would still fit"
         lines += [Text.assemble(("largest micro  ", "dim"), largest), Text()]
-    here = [s for s in suggestions if s.budget.job.train_gpus in (1, budget.job.train_gpus)]
-    # `treadle run` starts one trainer process.
-    elsewhere = [s for s in suggestions if s not in here]
-    more = "on more trainer GPUs: with these flags treadle plan prints the commands that start it"
-    for title, offers in (("what would make it fit, the least harm first", here), (more, elsewhere)):
+    num_gpus = budget.job.train_gpus + budget.job.engine_gpus
+    more = [s for s in suggestions if s.budget.job.train_gpus + s.budget.job.engine_gpus > num_gpus]
+    here = [s for s in suggestions if s not in more]
+    for title, offers in (("what would make it fit, the least harm first", here), ("with more GPUs", more)):
         if offers:
             lines += [Text(title, style="bold"), _offers(offers), Text()]
     if not suggestions and budget.verdict == "does not fit":
@@ -180,9 +117,9 @@ def draw(
 
 
 def as_json(
-    budget: Budget, suggestions: list[Suggestion], largest_micro: int | None, start: StartCommands
+    budget: Budget, suggestions: list[Suggestion], largest_micro: int | None, start: StartCommand, layout: Layout
 ) -> dict[str, Any]:
-    """The content of the table, with sizes in bytes."""
+    """The content of the tables, with sizes in bytes."""
     return {
         "model": budget.job.shape.name,
         "num_params": budget.job.shape.num_params,
@@ -194,6 +131,7 @@ def as_json(
         "warning": _warning(budget),
         "machine": budget.machine.name,
         "verdict": budget.verdict,
+        "layout": asdict(layout),
         "places": [
             {
                 "name": pool.name,
@@ -207,11 +145,11 @@ def as_json(
             for pool in budget.pools
         ],
         "largest_micro_tokens": largest_micro,
-        "commands": start.commands(budget.job) if budget.verdict in _CAN_START else [],
+        "command": start.command(budget.job) if budget.verdict in _CAN_START else "",
         "suggestions": [
             {
                 "flags": suggestion.command,
-                "commands": start.commands(suggestion.budget.job, suggestion.flags),
+                "command": start.command(suggestion.budget.job, suggestion.flags),
                 "verdict": suggestion.budget.verdict,
                 "peaks": {pool.name: pool.peak for pool in suggestion.budget.pools},
             }
@@ -225,16 +163,15 @@ def show(
     budget: Budget,
     suggestions: list[Suggestion],
     largest_micro: int | None,
-    start: StartCommands | None = None,
+    start: StartCommand | None = None,
+    layout: Layout | None = None,
 ) -> None:
     """`start`: also print how to start the job, if it fits."""
-    console.print(draw(budget, suggestions, largest_micro, width=console.width))
-    commands = start.commands(budget.job) if start is not None and budget.verdict in _CAN_START else []
-    if start is not None and commands:
-        heading = "start it with" if budget.job.train_gpus == 1 else BY_HAND
-        console.print(Text(f"\n{heading}", "bold"))
-        for command in commands:  # not wrapped, so that they can be copied
-            console.print(Text(command), soft_wrap=True)
+    console.print(draw(budget, suggestions, largest_micro, layout=layout, width=console.width))
+    command = start.command(budget.job) if start is not None and budget.verdict in _CAN_START else ""
+    if command:
+        console.print(Text("\nstart it with", "bold"))
+        console.print(Text(command), soft_wrap=True)  # not wrapped, so that it can be copied
 
 
 def _heading(budget: Budget) -> Text:
@@ -281,7 +218,7 @@ def _table(pool: MemoryPool, title: str, width: int) -> Table:
 def _verdict(pool: MemoryPool, capacity: int) -> Text:
     left = capacity - pool.peak
     words = f"{gigabytes(left)} left" if left >= 0 else f"{gigabytes(-left)} too much"
-    weights = pool.find("weights")
+    weights = pool.find("weights") + pool.find("engine's weights")
     if left < 0 and weights > capacity / 2:
         words += f"; the weights alone take {gigabytes(weights)}"
     if pool.problem:
@@ -301,14 +238,36 @@ def _offers(suggestions: list[Suggestion]) -> Table:
     return table
 
 
-def _pool_name(budget: Budget, pool: MemoryPool) -> str:
-    count = {"trainer GPU": budget.job.train_gpus, "engine GPU": budget.job.engine_gpus}.get(pool.name)
-    if count is None:
+def _cards(budget: Budget, layout: Layout) -> Table:
+    """A row for each GPU: what runs on it, its peak and the verdict."""
+    job = budget.job
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    for pool in sorted(budget.pools, key=lambda pool: pool.name != ENGINE_GPU):
+        gpus = {ENGINE_GPU: layout.engine, TRAINER_GPU: layout.trainer}
+        for number, gpu in enumerate(gpus.get(pool.name, ())):
+            role = f"trainer rank {number}" if job.train_gpus > 1 else "trainer"
+            if pool.name == ENGINE_GPU:
+                role = f"engine worker {number}" if job.engine_gpus > 1 else "engine"
+            sizes = f"{gigabytes(pool.peak)} of {gigabytes(pool.capacity or 0)}"
+            verdict = Text(pool.verdict, style=_COLOURS[pool.verdict])
+            table.add_row(Text(f"GPU {gpu}", "bold"), role, sizes, verdict)
+    return table
+
+
+def _pool_name(budget: Budget, pool: MemoryPool, layout: Layout) -> str:
+    """The title of a table; several GPUs with the same content have one table."""
+    job = budget.job
+    if pool.name == HOST:
         return "host memory" if budget.machine.has_gpu else "memory, all processes together"
-    also = "" if budget.job.engine_gpus else ", with the engine"
-    which = "the first" if also and pool.name == "trainer GPU" else "each"
-    name = f"{which} of the {count} {pool.name}s" if count > 1 else pool.name
-    return name + (also if pool.name == "trainer GPU" else "")
+    if not job.engine_gpus:
+        return f"{TRAINER_GPU}, with the engine"
+    is_engine = pool.name == ENGINE_GPU
+    gpus = layout.engine if is_engine else layout.trainer
+    each = "each of " if len(gpus) > 1 else ""
+    who = "the engine" if is_engine else "the trainer"
+    if each:
+        who = "a worker of the engine (tensor parallel)" if is_engine else "a trainer rank"
+    return f"{each}{name_gpus(gpus)}: {who}"
 
 
 def _training(job: PlannedJob) -> str:

@@ -12,12 +12,13 @@ from treadle.config.load import suggest
 from treadle.errors import ModelError
 from treadle.support import FAMILIES
 
+_OTHER_KINDS = ("qwen3_moe",)  # planned, but engine and trainer are not tested with them
 _QUANTIZED = ("awq", "gptq", "gguf", "fp8", "int4", "int8", "bnb", "4bit", "8bit")
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder of the Llama family.
+    """A decoder of the Llama family, or one whose MLP is a mixture of experts.
 
     >>> KNOWN["qwen3-1.7b"].num_params
     1720574976
@@ -36,6 +37,9 @@ class ModelShape:
     has_qkv_bias: bool = False  # Qwen2
     has_o_bias: bool = False
     has_mlp_bias: bool = False
+    # A mixture of experts; `ffn` is then the width of all the experts that a token uses together.
+    num_experts: int = 0
+    experts_per_token: int = 0
     num_other_params: int = 0  # the rest of a model that is given only as a number of parameters
 
     @property
@@ -48,21 +52,37 @@ class ModelShape:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of each linear layer in one decoder layer, by name."""
-        return {
+        """(inputs, outputs) of each linear layer in one decoder layer, by name; experts are counted apart."""
+        attention = {
             "q_proj": (self.hidden, self.query_width),
             "k_proj": (self.hidden, self.kv_width),
             "v_proj": (self.hidden, self.kv_width),
             "o_proj": (self.query_width, self.hidden),
+        }
+        if self.num_experts:
+            return attention
+        return attention | {
             "gate_proj": (self.hidden, self.ffn),
             "up_proj": (self.hidden, self.ffn),
             "down_proj": (self.ffn, self.hidden),
         }
 
     @property
+    def expert_ffn(self) -> int:
+        """Inner width of one expert; 0 without experts."""
+        return self.ffn // self.experts_per_token if self.num_experts else 0
+
+    @property
     def num_matrix_params(self) -> int:
-        """Weights of the linear layers in one decoder layer."""
-        return sum(inputs * outputs for inputs, outputs in self.linears.values())
+        """Weights of the linear layers in one decoder layer, with all experts and the router that chooses them."""
+        experts = self.num_experts * self.hidden * (3 * self.expert_ffn + 1)
+        return sum(inputs * outputs for inputs, outputs in self.linears.values()) + experts
+
+    @property
+    def num_largest_in_layer(self) -> int:
+        """The largest single tensor of a layer: of experts, all their gate and up matrices are one."""
+        experts = self.num_experts * self.hidden * 2 * self.expert_ffn
+        return max(experts, *(inputs * outputs for inputs, outputs in self.linears.values()))
 
     @property
     def num_layer_params(self) -> int:
@@ -90,11 +110,18 @@ class ModelShape:
     @property
     def num_largest(self) -> int:
         """The largest single tensor."""
-        return max(self.num_embedding_params, *(i * o for i, o in self.linears.values()))
+        return max(self.num_embedding_params, self.num_largest_in_layer)
 
 
 def _qwen3(name: str, layers: int, hidden: int, ffn: int, heads: int, *, is_tied: bool) -> ModelShape:
     return ModelShape(name, layers, hidden, ffn, heads, 8, 128, 151_936, is_tied, has_qk_norm=True)
+
+
+def _qwen3_moe(name: str, layers: int, hidden: int, expert_ffn: int, heads: int) -> ModelShape:
+    return ModelShape(
+        name, layers, hidden, 8 * expert_ffn, heads, 4, 128, 151_936, has_qk_norm=True, num_experts=128,
+        experts_per_token=8,
+    )  # fmt: skip
 
 
 def _qwen2(
@@ -114,6 +141,8 @@ _SHAPES = (
     _qwen3("Qwen3-8B", 36, 4096, 12_288, 32, is_tied=False),
     _qwen3("Qwen3-14B", 40, 5120, 17_408, 40, is_tied=False),
     _qwen3("Qwen3-32B", 64, 5120, 25_600, 64, is_tied=False),
+    _qwen3_moe("Qwen3-30B-A3B", 48, 2048, 768, 32),
+    _qwen3_moe("Qwen3-235B-A22B", 94, 4096, 1536, 64),
     _qwen2("Qwen2.5-0.5B", 24, 896, 4864, 14, 2, head_dim=64, vocab=151_936, is_tied=True),
     _qwen2("Qwen2.5-1.5B", 28, 1536, 8960, 12, 2, vocab=151_936, is_tied=True),
     _qwen2("Qwen2.5-3B", 36, 2048, 11_008, 16, 2, vocab=151_936, is_tied=True),
@@ -161,9 +190,9 @@ def read_shape(path: Path) -> ModelShape:
     except ValueError:
         raise ModelError(f"{path} is damaged: it cannot be parsed", fix="fetch or save the model again") from None
     kind = settings.get("model_type") if isinstance(settings, dict) else None
-    if kind not in FAMILIES:
+    if kind not in (*FAMILIES, *_OTHER_KINDS):
         raise ModelError(
-            f"{path} describes a model of type '{kind}'; counted exactly are {', '.join(FAMILIES)}",
+            f"{path} describes a model of type '{kind}'; known are {', '.join((*FAMILIES, *_OTHER_KINDS))}",
             fix="give its size instead, as in --params 24e9",
         )
     try:
@@ -180,7 +209,8 @@ def shape_of_size(num_params: float) -> ModelShape:
     """A model of exactly this size: the nearest known shape with more or fewer layers."""
     if not 1e6 <= num_params <= 1e13:
         raise ModelError(f"--params {num_params:g} is no size of a model", fix="count parameters, as in --params 24e9")
-    nearest = min(_SHAPES, key=lambda shape: abs(math.log(shape.num_params / num_params)))
+    dense = [shape for shape in _SHAPES if not shape.num_experts]
+    nearest = min(dense, key=lambda shape: abs(math.log(shape.num_params / num_params)))
     layers = max(1, int((num_params - nearest.num_outer_params) / nearest.num_layer_params))
     resized = replace(nearest, name=f"a model of {num_params / 1e9:g} B parameters", num_layers=layers)
     return replace(resized, num_other_params=int(num_params) - resized.num_params)
@@ -189,18 +219,22 @@ def shape_of_size(num_params: float) -> ModelShape:
 def _from_settings(name: str, kind: str, settings: dict[str, Any]) -> ModelShape:
     heads, hidden = int(settings["num_attention_heads"]), int(settings["hidden_size"])
     has_bias = bool(settings.get("attention_bias"))
+    num_experts = int(settings.get("num_experts") or settings.get("num_local_experts") or 0)
+    per_token = int(settings["num_experts_per_tok"]) if num_experts else 0
     return ModelShape(
         name=name,
         num_layers=int(settings["num_hidden_layers"]),
         hidden=hidden,
-        ffn=int(settings["intermediate_size"]),
+        ffn=per_token * int(settings["moe_intermediate_size"]) if num_experts else int(settings["intermediate_size"]),
         num_heads=heads,
         num_kv_heads=int(settings.get("num_key_value_heads") or heads),
         head_dim=int(settings.get("head_dim") or hidden // heads),
         vocab=int(settings["vocab_size"]),
         is_tied=bool(settings.get("tie_word_embeddings", False)),
-        has_qk_norm=kind == "qwen3",
+        has_qk_norm=kind in ("qwen3", "qwen3_moe"),
         has_qkv_bias=kind == "qwen2" or has_bias,
         has_o_bias=has_bias,
         has_mlp_bias=bool(settings.get("mlp_bias")),
+        num_experts=num_experts,
+        experts_per_token=per_token,
     )

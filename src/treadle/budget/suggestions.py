@@ -7,9 +7,11 @@ A cost is a number without a unit that only orders the suggestions:
     gradient checkpointing                               a third more time
     gradients in bf16, 8-bit or factored moments         rounding, another optimizer
     optimizer states in host memory                      the same result, much slower steps
+    sharded weights in host memory                       the same result, much slower steps
     LoRA                                                 fewer trained parameters
     LoRA on a model in 4 bits                            rounding as well, and slower steps
-    a GPU for the engine, more GPUs                      another machine; several trainer processes, started by hand
+    GPUs divided otherwise between engine and trainer    less of one of them
+    more GPUs                                            a larger machine
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ from types import MappingProxyType
 from treadle.budget.estimate import estimate
 from treadle.budget.hardware import Machine
 from treadle.budget.job import Budget, PlannedJob, Verdict
+from treadle.budget.placement import OWN_GPU_SHARE, EngineDemand, as_ranges
 from treadle.errors import ConfigError
 from treadle.support import WEIGHT_MODES
 
 Accepts = Callable[[tuple[str, ...]], bool]
 SAFE: tuple[Verdict, ...] = ("fits", "not known")
 MAX_SUGGESTIONS = 4
-_MORE_GPUS = (2, 4, 8, 16, 32)
+_MORE_RANKS = (1, 2, 3, 4, 5, 6, 7, 12, 16, 24, 32)
 _SMALLEST_MICRO = {True: 2048, False: 256}  # with and without a GPU; below this size a GPU is mostly idle
 _MICRO_STEP = 256
 
@@ -60,17 +63,24 @@ NF4_BASE = ("--train.weight-bridge-mode lora_only", "--train.quantization nf4")
 SHARED_BASE = ("--train.weight-bridge-mode lora_only", "--train.single-copy true")  # one copy of the frozen base model
 
 
-def separate_engine_gpu(weight_mode: str) -> tuple[str, ...]:
-    """Flags for two GPUs; weights that would be shared on one GPU are broadcast."""
-    devices = ("--engine.device cuda:1", "--train.device cuda:0")
-    return (*devices, "--train.use-shared-memory true") if WEIGHT_MODES[weight_mode].in_memory else devices
+def layout_flags(train_gpus: int, engine_gpus: int, weight_mode: str) -> tuple[str, ...]:
+    """The engine on the first GPUs, a trainer rank on each of the next ones.
+
+    Weights that would be shared on one GPU are broadcast to an engine of several.
+
+    >>> layout_flags(2, 4, "reload")
+    ('--engine.gpus 0-3', '--train.gpus 4-5')
+    """
+    engine, train = range(engine_gpus), range(engine_gpus, engine_gpus + train_gpus)
+    broadcasts = engine_gpus > 1 and WEIGHT_MODES[weight_mode].in_memory
+    how = ("--train.use-shared-memory true",) if broadcasts else ()
+    return f"--engine.gpus {as_ranges(engine)}", f"--train.gpus {as_ranges(train)}", *how
 
 
 def settings_of(flags: Iterable[str]) -> dict[str, str]:
-    """("--train.micro-tokens 4096",) -> {"train.micro_tokens": "4096"}, without the planner's own flags."""
+    """("--train.micro-tokens 4096",) -> {"train.micro_tokens": "4096"}."""
     pairs = (flag.removeprefix("--").partition(" ") for flag in flags)
-    named = {name.replace("-", "_"): value for name, _, value in pairs}
-    return {name: value for name, value in named.items() if name not in ("train_gpus", "engine_gpus")}
+    return {name.replace("-", "_"): value for name, _, value in pairs}
 
 
 def take_less(
@@ -102,7 +112,7 @@ def suggest(job: PlannedJob, machine: Machine, accepts: Accepts = lambda _: True
     as_placed = [s for s in here if s.budget.job.train_gpus == job.train_gpus]
     tight = [] if any(s.budget.verdict in SAFE for s in as_placed) else as_placed[:2]
     # With more GPUs: the cheapest suggestion, and the cheapest that keeps optimizer and trained parameters.
-    faithful = [s for s in more if not any("optimizer" in flag or "lora" in flag for flag in s.flags)]
+    faithful = [s for s in more if not any(word in s.command for word in ("optimizer", "lora", "offload"))]
     return list(dict.fromkeys([*safe[:MAX_SUGGESTIONS], *tight, *more[:1], *faithful[:1]]))
 
 
@@ -144,7 +154,7 @@ def _ways(job: PlannedJob, machine: Machine) -> Iterator[_Change]:
         yield _Change((("lora", True), ("mode", "single-copy")), flags, 0.25 if job.lora else 9.75)
     if not machine.has_gpu:
         return
-    for kind, placement in product(kinds, _placements(job)):
+    for kind, placement in product(kinds, _placements(job, machine)):
         is_lora = job.lora or ("lora", True) in kind.fields
         mode = "lora" if is_lora else "two-copies" if job.mode == "single-copy" else job.mode
         yield _Change(
@@ -154,18 +164,26 @@ def _ways(job: PlannedJob, machine: Machine) -> Iterator[_Change]:
         )
 
 
-def _placements(job: PlannedJob) -> Iterator[_Change]:
-    """Other uses of GPUs: one for the engine, some of the engine's for the trainer, or more for the trainer."""
-    if job.engine_gpus == 0 and job.train_gpus == 1:
-        # `treadle run` can start this one, unlike several trainers
-        yield _Change((("engine_gpus", 1),), separate_engine_gpu(job.weight_mode), 30.0)
-    for engine_gpus in range(1, job.engine_gpus):
-        train_gpus = job.train_gpus + job.engine_gpus - engine_gpus
-        flags = (f"--train-gpus {train_gpus}", f"--engine-gpus {engine_gpus}")
-        yield _Change((("train_gpus", train_gpus), ("engine_gpus", engine_gpus)), flags, 1.0 + train_gpus / 10)
-    for train_gpus in _MORE_GPUS:
-        if train_gpus > job.train_gpus:
-            yield _Change((("train_gpus", train_gpus),), (f"--train-gpus {train_gpus}",), 20.0 * train_gpus)
+def _placements(job: PlannedJob, machine: Machine) -> Iterator[_Change]:
+    """Other layouts: the same GPUs divided otherwise between engine and trainer, and more GPUs for the trainer.
+
+    The engine does not lose GPUs that it needs for its model and some sequences.
+    """
+    total = _num_gpus(job)
+    demand = EngineDemand.of(
+        job.shape, max_num_seqs=job.max_num_seqs, max_model_len=job.max_model_len, weight_bytes=job.model_bytes
+    )
+    layouts = {(total - engine, engine): 1.0 + abs(engine - job.engine_gpus) / 10 for engine in range(1, total)}
+    engine_gpus = max(1, job.engine_gpus)
+    # An engine that had to share its GPU takes a whole one, as treadle run starts it.
+    own = (("gpu_memory_utilization", OWN_GPU_SHARE),) if job.gpu_memory_utilization is None else ()
+    layouts |= {(ranks, engine_gpus): 20.0 * ranks for ranks in _MORE_RANKS if ranks + engine_gpus > total}
+    for (train_gpus, engine), cost in layouts.items():
+        has_room = engine >= job.engine_gpus > 0 or demand.fits(engine, machine.gpu_bytes or 0)
+        is_other = (train_gpus, engine) != (job.train_gpus, job.engine_gpus)
+        if is_other and has_room and train_gpus % job.replicas == 0:
+            fields = (("train_gpus", train_gpus), ("engine_gpus", engine), *own)
+            yield _Change(fields, layout_flags(train_gpus, engine, job.weight_mode), cost)
 
 
 def _optimizers(job: PlannedJob, machine: Machine) -> list[_Change]:
@@ -182,13 +200,14 @@ def _cheapest_fit(
 ) -> Suggestion | None:
     """The cheapest combination of `way` and smaller changes that fits; a tight one if none fits."""
     tight: Suggestion | None = None
-    combinations = product(*_small_changes(job, machine))
+    try:
+        changed = replace(job, **dict(way.fields))  # type: ignore[arg-type]
+    except ConfigError:  # the heads cannot be split among this number of GPUs
+        return None
+    combinations = product(*_small_changes(changed, machine))
     for changes in sorted(combinations, key=lambda changes: sum(change.cost for change in changes)):
         chosen = (way, *changes)
-        try:
-            changed = replace(job, **dict(field for change in chosen for field in change.fields))  # type: ignore[arg-type]
-        except ConfigError:  # the heads cannot be split among this number of GPUs
-            return None
+        changed = replace(job, **dict(field for change in chosen for field in change.fields))  # type: ignore[arg-type]
         budget = estimate(changed, machine)
         if budget.verdict == "does not fit" or any(p.peak > most.get(p.name, p.peak) for p in budget.pools):
             continue
@@ -206,11 +225,15 @@ def _small_changes(job: PlannedJob, machine: Machine) -> list[list[_Change]]:
     bf16 = _Change((("gradient_bytes", 2),), ("--train.gradient-dtype bfloat16",), 2)
     offload = _Change((("is_reference_offloaded", True),), ("--train.reference-offload true",), 0.5)
     can_offload = machine.has_gpu and job.has_reference and not job.is_reference_offloaded
+    zero2 = _Change((("shard", "fsdp2"),), ("--train.shard fsdp2",), 0.25)
+    weights = _Change((("offloads_weights", True),), ("--train.offload-weights true",), 8.5)
     return [
         [_NO_CHANGE] if job.is_checkpointed else [_NO_CHANGE, checkpointing],
         [_NO_CHANGE, *_halvings(job.micro_tokens, smallest, "micro_tokens", "--train.micro-tokens", cost=0.5)],
         [_NO_CHANGE, offload] if can_offload else [_NO_CHANGE],
         [_NO_CHANGE] if job.gradient_bytes == 2 else [_NO_CHANGE, bf16],
+        [_NO_CHANGE] if job.shard == "fsdp2" or not job.is_sharded else [_NO_CHANGE, zero2],
+        [_NO_CHANGE, weights] if job.is_sharded and not job.offloads_weights else [_NO_CHANGE],
         [_NO_CHANGE, *_other_caches(job)],
     ]
 
@@ -218,6 +241,8 @@ def _small_changes(job: PlannedJob, machine: Machine) -> list[list[_Change]]:
 def _other_caches(job: PlannedJob) -> list[_Change]:
     """Other sizes of the KV cache: smaller to leave room for the trainer, larger if the engine does not fit."""
     share = job.gpu_memory_utilization
+    if job.engine_gpus and share is not None:  # it takes nothing from the trainer
+        return []
     if share is None:
         return _halvings(job.max_num_seqs, job.group_size, "max_num_seqs", "--engine.max-num-seqs", cost=0.75)
     return [

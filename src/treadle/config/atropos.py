@@ -1,15 +1,17 @@
 """List the spellings of settings that are accepted beside ours, and the flags that are accepted and do nothing.
 
-Most are those of Atropos' environments and example trainer, whose command lines and files work unchanged.
+Most are those of Atropos' environments and example trainer, whose command lines and files work unchanged. DeepSpeed's
+file of settings is translated by config/deepspeed.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
+from treadle.config import deepspeed
 from treadle.errors import ConfigError
 
 # Field -> other spellings of its flag and key, in every section that has the field.
@@ -35,30 +37,41 @@ class Shorthand(NamedTuple):
     metavar: str
     help: str
     sets: tuple[str, ...]
-    value: Callable[[Any, Any], Any]  # (the value given, the present one of the setting) -> the new one
+    expand: Callable[[Any, Mapping[str, Any]], dict[str, Any]]  # (its value, the other settings) -> what it sets
 
 
-def _local_url(port: Any, _: Any) -> str:
+def _both_bounds(bound: Any, _: Mapping[str, Any]) -> dict[str, Any]:
+    return {"clip_low": bound, "clip_high": bound}
+
+
+def _local_url(port: Any, _: Mapping[str, Any]) -> dict[str, Any]:
     if not str(port).isdecimal() or not 1 <= int(port) <= 65535:
         raise ConfigError(f"'train.vllm_port' is {port!r}, and ports are 1 to 65535", fix="correct --train.vllm-port")
-    return f"http://127.0.0.1:{port}"
+    return {"engine_url": f"http://127.0.0.1:{port}"}
 
 
-def _with_wandb(is_used: Any, track: Any) -> Any:
+def _with_wandb(is_used: Any, train: Mapping[str, Any]) -> dict[str, Any]:
     """False takes wandb out again: a flag wins over a file."""
     try:
         is_wanted = TypeAdapter(bool).validate_python(is_used)
     except ValidationError:
         raise ConfigError(f"'train.use_wandb' is {is_used!r}", fix="give --train.use-wandb true or false") from None
+    track = train.get("track")
     present = track.replace(",", " ").split() if isinstance(track, str) else track or ()
     others = tuple(name for name in present if name != "wandb")
-    return (*others, "wandb") if is_wanted else others
+    return {"track": (*others, "wandb") if is_wanted else others}
 
 
 SHORTHANDS: dict[str, Shorthand] = {
-    "clip_eps": Shorthand("X", "sets clip_low and clip_high", ("clip_low", "clip_high"), lambda bound, _: bound),
+    "clip_eps": Shorthand("X", "sets clip_low and clip_high", ("clip_low", "clip_high"), _both_bounds),
     "vllm_port": Shorthand("N", "sets engine_url to this port of this machine", ("engine_url",), _local_url),
     "use_wandb": Shorthand("TRUE|FALSE", "adds wandb to track", ("track",), _with_wandb),
+    "deepspeed_config": Shorthand(
+        "FILE",
+        "sets what a ds_config.json says: sharding, batch, optimizer, schedule, number format; flags win over it",
+        deepspeed.TRANSLATED,
+        deepspeed.read_settings,
+    ),
 }
 
 
@@ -73,7 +86,7 @@ def expand_shorthands(train: dict[str, Any]) -> None:
     for name in SHORTHANDS.keys() & train.keys():
         given = train.pop(name)
         if given is not None:
-            train |= {key: SHORTHANDS[name].value(given, train.get(key)) for key in SHORTHANDS[name].sets}
+            train |= SHORTHANDS[name].expand(given, train)
 
 
 _TOKENIZER = "the tokenizer is that of --openai.model, or of the engine's own model"
@@ -114,7 +127,7 @@ NO_EFFECT: dict[str, str] = {
     "train.debug-loading": "what is loaded is logged, and a weight that does not fit is an error",
     "train.log-dir": "the trainer logs to stderr, or under treadle run into the run's folder",
     "train.no-reference-logprobs": "a group without logprobs is trained as sampled by the policy itself, and counted",
-    "train.vllm-gpu": f"{_OWN_PROCESS}: start treadle engine with --device",
+    "train.vllm-gpu": f"{_OWN_PROCESS}: treadle engine --gpus, or treadle run --engine.gpus",
     "train.gpu-memory-utilization": f"{_OWN_PROCESS}: treadle engine --gpu-memory-utilization",
     "train.vllm-gpu-memory-utilization": f"{_OWN_PROCESS}: treadle engine --gpu-memory-utilization",
     "train.max-model-len": f"{_OWN_PROCESS}: treadle engine --max-model-len",

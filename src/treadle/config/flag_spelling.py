@@ -32,8 +32,8 @@ _OF_OTHERS = {
     "doctor": frozenset(("hub", "engine", "json", "verbose")),
     "matrix": frozenset(("modes", "resume", "plain", "engine")),
     "plan": frozenset((
-        "params", "mode", "gpu", "gpu-memory-gb", "host-memory-gb", "train-gpus", "engine-gpus", "prompt-tokens",
-        "json",
+        "params", "mode", "gpu", "cards", "gpu-memory-gb", "host-memory-gb", "train-gpus", "engine-gpus",
+        "prompt-tokens", "json",
     )),
 }  # fmt: skip
 _FLAG = re.compile(r"(?<![\w.-])--(?P<name>[a-z][a-z0-9-]*+(?:\.[a-z][a-z0-9-]*+)?+)")

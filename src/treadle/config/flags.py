@@ -182,7 +182,7 @@ def add_flags(
 
 def _add_shorthands(parser: argparse.ArgumentParser, *, prefix: str, dotted: bool) -> None:
     title = f"{prefix.rstrip('.')}: shorthands" if dotted else "shorthands"
-    group = parser.add_argument_group(title, "Flags of Atropos that set other flags.")
+    group = parser.add_argument_group(title, "Flags that set other flags: those of Atropos, and DeepSpeed's file.")
     for name, shorthand in SHORTHANDS.items():
         takes: dict[str, Any] = {"nargs": "?", "const": "true"} if "|" in shorthand.metavar else {}
         flag = f"--{prefix if dotted else ''}{name}".replace("_", "-")

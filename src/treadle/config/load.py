@@ -176,12 +176,20 @@ def _choose_environments(values: dict[str, Any], named: str | list[str], overrid
     values |= {"envs": chosen} if len(chosen) > 1 else {"env": chosen[0]}
 
 
-def _make_room_for_names(values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
-    """A name given over a file sets what it stands for: the file's own values of those settings step back."""
+def _make_room_for_names(values: dict[str, Any], overrides: dict[str, Any]) -> None:
+    """A name given over a file sets what it stands for: the file's own values of those settings step back. So do those
+    that a ds_config.json given over the file sets."""
     saved = values.get("train", {})
     for name, table in (("objective", OBJECTIVES), ("mismatch", MISMATCHES)):
         for setting in table.get(str(overrides.get(f"train.{name}")), {}):
             saved.pop(setting, None)
+    given = {key.removeprefix("train."): value for key, value in overrides.items() if key.startswith("train.")}
+    if given.get("deepspeed_config") is not None:
+        num_ranks = {"ranks": saved["ranks"]} if "ranks" in saved else {}
+        others = {name: value for name, value in given.items() if name not in SHORTHANDS}
+        beside = {**num_ranks, **others, "deepspeed_config": overrides.pop("train.deepspeed_config")}
+        expand_shorthands(beside)
+        overrides |= {f"train.{name}": value for name, value in beside.items()}
 
 
 def with_absolute_paths(section: T) -> T:

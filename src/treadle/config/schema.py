@@ -8,13 +8,25 @@ from __future__ import annotations
 import importlib.metadata
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from treadle.config.env import DEFAULT_MAX_AGE, MIN_GROUP_SIZE, EnvConfig, ServerConfig, labels_of
-from treadle.config.section import Count, EngineDtype, Port, PositiveInt, Seconds, Section, option, shared
-from treadle.config.sync import Quantization, refuse_split_engine
+from treadle.config.section import (
+    Count,
+    EngineDtype,
+    Numbers,
+    Port,
+    PositiveInt,
+    Seconds,
+    Section,
+    check_gpus,
+    option,
+    parse_numbers,
+    shared,
+)
+from treadle.config.sync import Quantization
 from treadle.config.train import TrainConfig
 from treadle.errors import ConfigError
 from treadle.wire.generate import MIN_TEMPERATURE
@@ -73,6 +85,11 @@ class EngineConfig(Section):
     allowed_hosts: str = shared("allowed_hosts")
     hub_url: str = shared("hub_url", "the engine reports to it, for its page; empty: to none", default="")
     device: str = shared("device")
+    gpus: Numbers = option(
+        None,
+        "numbers of the GPUs (0-3 or 4,5), as CUDA_VISIBLE_DEVICES counts them; several: tensor parallel; empty: "
+        "treadle run chooses them, and an engine that is started alone uses device",
+    )
     dtype: EngineDtype = option(
         "fast",
         "number format of the weights; fast: bfloat16, but float32 on a CPU without bf16; auto: the checkpoint's own",
@@ -94,10 +111,29 @@ class EngineConfig(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = option(
         0.45, "vLLM: share of the GPU's memory for weights and KV cache"
     )
-    tensor_parallel_size: PositiveInt = option(1, "vLLM: GPUs that share the model")
+    tensor_parallel_size: PositiveInt = option(1, "vLLM: GPUs that share the model; those of gpus, if they are given")
     enforce_eager: bool = option(False, "vLLM: no CUDA graphs and no torch.compile (slower; for finding faults)")
     vllm_python: str = option("", "the Python that has vLLM; empty: this one")
     vllm_args: str = option("", "vLLM: further flags of its own, passed on as they are")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_over_gpus(cls, values: Any) -> Any:
+        """Several GPUs are for one model, which is split over them."""
+        if not isinstance(values, dict) or values.get("gpus") is None:
+            return values
+        gpus = parse_numbers(values["gpus"])
+        return {"tensor_parallel_size": len(gpus)} | values if gpus and isinstance(gpus, tuple | list) else values
+
+    @model_validator(mode="after")
+    def _fits_its_gpus(self) -> EngineConfig:
+        check_gpus(self.gpus, self.device)
+        if self.gpus is not None and len(self.gpus) != self.tensor_parallel_size:
+            raise ValueError(
+                f"engine.gpus names {len(self.gpus)} GPUs and tensor_parallel_size is {self.tensor_parallel_size}: "
+                "leave one of them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _shares_no_packed_weights(self) -> EngineConfig:
@@ -220,12 +256,7 @@ class RunConfig(Section):
                 f"env.group_size {group} is over engine.max_num_seqs {self.engine.max_num_seqs}",
                 fix=f"{flag}max-num-seqs {group}",
             )
-        refuse_split_engine(self.engine.tensor_parallel_size, self.train.weight_bridge_mode)
-        if self.engine.tensor_parallel_size > 1 and self.train.single_copy:
-            raise ConfigError(
-                f"an engine on {self.engine.tensor_parallel_size} GPUs (tensor parallel) shares no weights",
-                fix="leave --train.single-copy out, or use an engine on one GPU",
-            )
+        self.train.check_engine_workers(self.engine.tensor_parallel_size)
 
 
 # ---- which engine a configuration means

@@ -103,25 +103,33 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
-# ---- layer numbers
+# ---- numbers of layers and of GPUs
 
 
-def parse_layers(value: Any) -> Any:
+def parse_numbers(value: Any) -> Any:
     """ "20-22,0-1" -> (0, 1, 20, 21, 22); a value that is no text is left to the type to refuse."""
     if not isinstance(value, str):
         return value
-    layers: set[int] = set()
+    numbers: set[int] = set()
     for part in value.replace(",", " ").split():
         first, dash, last = part.partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
-            raise ValueError(f"'{value}' is no list of layers; write for example 20-31,0-3")
+            raise ValueError(f"'{value}' is no list of numbers; write for example 20-31,0-3")
         if dash and int(last) < int(first):
             raise ValueError(f"'{part}' counts backwards; write {last}-{first}")
-        layers.update(range(int(first), int(last or first) + 1))
-    return tuple(sorted(layers))
+        numbers.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(numbers))
 
 
-Layers = Annotated[tuple[Count, ...] | None, BeforeValidator(parse_layers)]
+Numbers = Annotated[tuple[Count, ...] | None, BeforeValidator(parse_numbers)]
+
+
+def check_gpus(gpus: tuple[int, ...] | None, device: str) -> None:
+    """Refuse an empty list of GPUs, and one beside a device that says something else; for validators of sections."""
+    if gpus == ():
+        raise ValueError("gpus names no GPU; write for example 0-3, or leave it out")
+    if gpus is not None and device not in ("auto", "cuda"):
+        raise ValueError(f"gpus and device {device} are both given; leave device out")
 
 
 def refuse_missing(layers: Iterable[int], numbers: Collection[int], *, flag: str) -> None:

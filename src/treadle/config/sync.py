@@ -15,13 +15,19 @@ FIND_BRIDGE_FILE = Path("auto")
 Quantization = Literal["none", "nf4"]  # of a frozen base model
 
 
-def refuse_split_engine(num_gpus: int, mode: str) -> None:
-    """Refuse to publish whole weights to an engine of several GPUs; called by plan, launcher and engine."""
-    if num_gpus > 1 and not WEIGHT_MODES[mode].split_engine:
+_BROADCAST_FIX = (
+    "--train.use-shared-memory true, without --train.single-copy: the trainer broadcasts its weights to them"
+)
+
+
+def refuse_split_engine(num_gpus: int, *, shares_memory: bool, fix: str = _BROADCAST_FIX) -> None:
+    """Refuse to share the memory of an engine of several GPUs; called by plan, launcher, engine and trainer."""
+    if num_gpus > 1 and shares_memory:
         raise ConfigError(
-            f"an engine that is split over {num_gpus} GPUs (tensor parallel) takes adapters only, and "
-            f"weight_bridge_mode is {mode}",
-            fix="--train.weight-bridge-mode lora_only, which trains adapters; or an engine on one GPU",
+            f"an engine that is split over {num_gpus} GPUs (tensor parallel) cannot share its weights with a trainer: "
+            "each of its processes has a part of every matrix, and a parameter of the trainer would have to be a view of "
+            "the memory of several processes",
+            fix=f"{fix}; or use an engine on one GPU",
         )
 
 
@@ -114,6 +120,22 @@ class SyncOptions(Section):
     def mode(self) -> WeightMode:
         """What the mode needs and allows."""
         return WEIGHT_MODES[self.weight_bridge_mode]
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the trainer maps the memory that the engine computes from."""
+        if self.use_shared_memory:
+            return self.broadcast_by == "memory"
+        return self.single_copy or self.mode.in_memory
+
+    def check_engine_workers(self, num_workers: int) -> None:
+        """Refuse an engine that is split over several processes, if this needs its memory."""
+        fix = _BROADCAST_FIX
+        if self.use_shared_memory:
+            fix = "leave --train.broadcast-by out: NCCL between GPUs, else Gloo"
+        elif not self.mode.in_memory:
+            fix = "leave --train.single-copy out"
+        refuse_split_engine(num_workers, shares_memory=self.shares_memory, fix=fix)
 
     @property
     def publish_interval(self) -> int:

@@ -14,11 +14,12 @@ from pydantic import BeforeValidator, Field, model_validator
 from treadle.config.section import (
     Count,
     Dtype,
-    Layers,
     Names,
+    Numbers,
     PositiveInt,
     Seconds,
     Section,
+    check_gpus,
     option,
     parse_names,
     shared,
@@ -169,7 +170,7 @@ class LoraOptions(Section):
     lora_alpha: Positive = option(32.0, "scale of the adapters, over the rank")
     lora_dropout: Fraction = option(0.0, "dropout before the adapters; more than 0 makes every ratio noisy")
     lora_target_modules: Names = option(("q_proj", "v_proj"), "which linear layers get an adapter")
-    train_layer_indices: Layers = option(
+    train_layer_indices: Numbers = option(
         None, "train only these layers (20-31,0-3), or with lora add adapters only to them; empty: all"
     )
     quantization: Quantization = shared("quantization", "about a third of the memory for weights, slower steps")
@@ -212,10 +213,19 @@ class SpeedOptions(Section):
 class ShardOptions(Section):
     """Several trainer processes (ranks) that train as one."""
 
+    gpus: Numbers = option(
+        None,
+        "numbers of the GPUs, one for each rank (4,5 or 0-3), as CUDA_VISIBLE_DEVICES counts them; empty: treadle run "
+        "chooses them, and a trainer that is started alone uses device",
+    )
     ranks: PositiveInt = option(1, "number of trainer processes, each with its own GPU; treadle run starts them")
     trainer_rank: Count = option(0, "rank of this process, if neither treadle run nor torchrun started it")
     init_method: str = option("env://", "rendezvous: tcp://HOST:PORT, or env:// for MASTER_ADDR and MASTER_PORT")
     ranks_timeout_s: Seconds = option(600.0, "seconds without a sign of life from one rank after which all of them end")
+    max_restarts: Count = option(
+        3,
+        "treadle run: how often all ranks are started again from the last checkpoint after one has crashed; 0: never",
+    )
     shard: Literal["fsdp2", "zero2"] = option(
         "fsdp2",
         "several ranks share weights, gradients and optimizer state; a layer is whole only while it computes (fsdp2), "
@@ -298,6 +308,11 @@ class TrainConfig(
 
     @model_validator(mode="after")
     def _can_be_done(self) -> TrainConfig:
+        check_gpus(self.gpus, self.device)
+        if self.gpus is not None and self.ranks not in (1, len(self.gpus)):
+            raise ValueError(
+                f"train.gpus names {len(self.gpus)} GPUs and ranks is {self.ranks}: each rank has one; leave ranks out"
+            )
         if self.ranks > 1:  # else torchrun may start several
             self.check_ranks(self.ranks)
         if self.mode.adapters and not self.lora:

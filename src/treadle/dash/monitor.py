@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 SAMPLE_EVERY_S = 2.0
 MAX_SAMPLES = 2_000
 ROLES = {"hub": "hub", "engine": "engine", "env": "env", "train": "trainer"}  # verb on the command line -> process name
+RANK_FLAG = "--trainer-rank"  # of a rank other than 0
 LOOK_EVERY_S = 1.0
 FIND_EVERY_S = 5.0  # listing all processes of a large machine takes a good part of a second
 ENGINE_TIMEOUT_S = 0.5
@@ -146,6 +147,8 @@ class ProcessTable:
             verb, *rest = words[words.index("treadle") + 1 :]
             if verb in ROLES and ROLES[verb] != "hub":
                 own = process_of(rest[0]) if verb == "env" and rest else ""  # one of several environments
+                if verb == "train" and RANK_FLAG in rest[:-1]:
+                    own = f"trainer-{rest[rest.index(RANK_FLAG) + 1]}"
                 self._known[own if own in self._run.log_names() else ROLES[verb]] = process
 
     def _view(self, name: str) -> ProcessView:

@@ -242,7 +242,7 @@ class Routes:
         row: dict[str, Any] = {name: getattr(view, name) for name in view.__struct_fields__}
         if view.name == "hub":
             row["heard_s"] = 0.0  # it is answering this request
-        elif view.name == "trainer":
+        elif view.name.partition("-")[0] == "trainer":
             row["version"] = step
         elif view.name == "engine" and engine is not None:
             row["version"] = engine.version

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from treadle.engines.sampling import SamplingParams
 from treadle.errors import EngineError, RequestError
 from treadle.sync.layout import Layout
-from treadle.wire.bridge import Adopt, JoinGroup, Received, ReceiveWeights
+from treadle.wire.bridge import Adopt, JoinGroup, Received, ReceiveWeights, Shards
 from treadle.wire.generate import Wave
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ class EngineFacts:
     has_lora: bool
     max_lora_rank: int | None
     quantization: str = "none"
+    num_workers: int = 1  # processes that have a part of the weights each (tensor parallel)
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,9 @@ class InferenceEngine(Protocol):
 
         May be called while held. See AskFingerprints in wire/bridge.py.
         """
+
+    async def shards(self) -> Shards:
+        """Which part of each weight each worker has; empty if one process has all weights."""
 
     async def reload(self, folder: Path, policy_version: int | None) -> float:
         """Load the weights of a saved model, or a delta to it; running requests continue under them.

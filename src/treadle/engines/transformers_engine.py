@@ -43,7 +43,7 @@ from treadle.log import get_logger
 from treadle.sync.fingerprint import fingerprints
 from treadle.sync.gate import PublishGate, check_publish_order, wait_for_trainer
 from treadle.sync.layout import Layout
-from treadle.wire.bridge import Adopt, JoinGroup, Received, ReceiveWeights
+from treadle.wire.bridge import Adopt, JoinGroup, Received, ReceiveWeights, Shards
 
 if TYPE_CHECKING:
     from treadle.engines.lora import AdapterFiles
@@ -177,6 +177,9 @@ class TransformersEngine:
             return fingerprints(self._runner.adapters.matrices(adapter, self._runner.model.dtype), policy_version)
 
         return await self._between_tokens(read)
+
+    async def shards(self) -> Shards:
+        return Shards(workers=[])
 
     async def reload(self, folder: Path, policy_version: int | None) -> float:
         def write() -> float:

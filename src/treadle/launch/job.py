@@ -18,11 +18,12 @@ from typing import Any
 from rich.console import Console
 
 from treadle.budget.command import show_what_fits
+from treadle.budget.shapes import read_shape
 from treadle.config import DEFAULT_MODEL
 from treadle.config.files import require_secrets
 from treadle.config.load import choose_steps, explicit_keys, keys_in, load_run, save_run
 from treadle.config.schema import RunConfig
-from treadle.errors import ConfigError, ProcessDied, TreadleError, UserError, is_out_of_memory
+from treadle.errors import ConfigError, ModelError, ProcessDied, TreadleError, UserError, is_out_of_memory
 from treadle.formatting import counted
 from treadle.launch import folder as run_folders
 from treadle.launch.attachment import (
@@ -37,7 +38,6 @@ from treadle.launch.machine import Listeners, held_ports, port_of, read_machine_
 from treadle.launch.monitor import MemorySampler, RunMonitor
 from treadle.launch.mps import under_mps
 from treadle.launch.preflight import (
-    check_one_trainer,
     checked_resume,
     checked_start,
     prepare_model,
@@ -53,6 +53,7 @@ from treadle.launch.process_plan import (
     build_plan,
     server_addresses,
 )
+from treadle.launch.restarts import Progress, TrainerRestarts
 from treadle.launch.supervisor import KILLED, Stopped, StopRequest, Supervisor
 from treadle.launch.view import RunPage, Screen, ViewState, choose_view, current_phase
 from treadle.net.address import shown_url, without_token
@@ -119,7 +120,6 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open
         config = merge_addresses(config, given)
         _check_same_queue(config, folder)
         config.check_together()
-        check_one_trainer(config)
         config = resolve_paths(config)
         run_folders.check_disk_space(folder)
         summary = load_summary(folder)
@@ -174,6 +174,11 @@ def _planner(
     model = attached.config.model
     facts = read_machine_facts({name: port_of(listener) for name, listener in listeners.items()})
 
+    try:
+        shape = read_shape(Path(model_folder) / "config.json")
+    except ModelError:  # of a family that is not counted: the engine gets one GPU
+        shape = None
+
     def plan_in(folder: Path) -> RunPlan:
         plan = build_plan(
             attached.config,
@@ -184,6 +189,7 @@ def _planner(
             explicit=explicit | attached.decided,
             tokens=tokens,
             notes=(*attached.notes, *unused_settings(attached.config, given)),
+            shape=shape,
         )
         if attached.engine is not None:
             check_live_folder(plan.config, attached.engine)
@@ -251,7 +257,10 @@ class RunSession:
         self._are_servers_started = False
         self._are_all_started = False
         self._stop = StopRequest()
-        self._supervisor = Supervisor(self._stop, on_tick=self._tick, listeners=listeners, on_wait=_say)
+        restarts = TrainerRestarts(plan.config.train.max_restarts, self._progress, self._note_restart)
+        self._supervisor = Supervisor(
+            self._stop, on_tick=self._tick, listeners=listeners, on_wait=_say, restarts=restarts
+        )
         self._memory = MemorySampler(lambda: self._supervisor.pids)
         self._monitor = RunMonitor(
             plan.watch_url,
@@ -266,7 +275,7 @@ class RunSession:
         state = ViewState(self._plan.config, self._plan.run_folder.name, phase=_start_phase(self._plan))
         with self._stop.listening(), under_mps(self._plan, _say) as plan, self._supervisor, self._memory:
             # The trainer loads its libraries while it waits for the engine.
-            first = [spec for spec in plan.processes if spec.serves or spec.name == "trainer"]
+            first = [spec for spec in plan.processes if spec.serves or spec.kind == "trainer"]
             rest = [spec for spec in plan.processes if spec not in first]
             try:
                 with Screen(choose_view(plain=plain), state, self._refresh) as self._screen:
@@ -291,6 +300,16 @@ class RunSession:
         reports = [standing.report for standing in self._monitor.status.standings]
         return any(report.pid == own and report.policy_version is not None for report in reports)
 
+    def _progress(self) -> Progress:
+        saved = run_folders.newest_checkpoint(self._plan.config.train.save_path)
+        return Progress(self._history.read().last_step, saved)
+
+    def _note_restart(self, text: str) -> None:
+        self._monitor.note_restart(text)
+        trainer = next(spec for spec in self._plan.processes if spec.kind == "trainer")
+        with trainer.log_path.open("a") as log:
+            log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} WARNING launcher restart {text}\n")
+
     def _check_hub(self) -> None:
         """A run whose queue was deleted has failed: its groups are lost, and it cannot be resumed."""
         if answers_ok(f"{self._plan.hub_url}/healthz", timeout_s=LAST_ANSWER_S):
@@ -312,6 +331,7 @@ class RunSession:
             self._monitor.status.alarms,
             self._monitor.status.findings,
             self.last_words,
+            self._monitor.status.restarts,
         )
 
     def _tick(self) -> None:

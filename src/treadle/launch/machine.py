@@ -7,6 +7,7 @@ belong to another program a moment later, and the run would talk to that one.
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import socket
 import sys
@@ -17,12 +18,16 @@ from pathlib import Path
 
 from treadle.config.schema import may_use_gpu
 from treadle.errors import PortInUse
+from treadle.gpus import Gpu, find_gpus
 from treadle.net.address import take_port
 from treadle.support import fast_dtype
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - memory, not a temporary file
 _SHARED_MEMORY_MIN_BYTES = 1e9
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_OUTGOING_PORT = 32_768  # of most systems
+_FIRST_FREE_PORT = 10_000
 ANY_FREE = 0  # a port that the system chooses
 Listeners = Mapping[str, socket.socket]
 
@@ -39,6 +44,7 @@ class MachineFacts:
     launcher_pid: int = 0
     python: str = sys.executable
     environment: Mapping[str, str] = field(default_factory=dict)
+    gpus: tuple[Gpu, ...] = ()  # that nvidia-smi lists; empty if it is not installed
 
 
 def read_machine_facts(ports: Mapping[str, int]) -> MachineFacts:
@@ -50,6 +56,7 @@ def read_machine_facts(ports: Mapping[str, int]) -> MachineFacts:
         ports=dict(ports),
         launcher_pid=os.getpid(),
         environment=dict(os.environ),
+        gpus=find_gpus(os.environ) if may_use_gpu("auto") else (),
     )
 
 
@@ -111,6 +118,19 @@ def _refuse_shared_port(chosen: Mapping[str, tuple[str, int]]) -> None:
                 f"--{other}.port and --{name}.port are both {port}: two servers cannot share a port",
                 fix=f"choose another --{name}.port",
             )
+
+
+def find_port(host: str) -> int:
+    """A port that is free now, for a process that cannot take a socket. It is below the range from which the system
+    takes the ports of outgoing connections: one of those could get it before the process listens."""
+    try:
+        lowest = int(_OUTGOING_PORTS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        lowest = _FIRST_OUTGOING_PORT
+    while True:
+        port = random.randrange(_FIRST_FREE_PORT, max(lowest, _FIRST_FREE_PORT + 1000))  # noqa: S311
+        if not is_port_busy(host, port):
+            return port
 
 
 def port_of(listener: socket.socket) -> int:

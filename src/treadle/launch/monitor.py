@@ -44,6 +44,7 @@ class RunStatus:
     now        what is waited for now, in a few words
     notes      explanations of current problems and long waits; empty while every wait is normal
     alarms     late waits and silent processes, once each
+    restarts   of the trainer, once each: a line with the reason, and the last lines of the log
     findings   problems that processes reported about their work, once each
     standings  the processes, as the hub knows them
     generated_tok_s  sampled tokens per second of all engines; None: not known yet
@@ -53,6 +54,7 @@ class RunStatus:
     notes: tuple[str, ...] = ()
     alarms: tuple[str, ...] = ()
     findings: tuple[str, ...] = ()
+    restarts: tuple[str, ...] = ()
     standings: tuple[LastReport, ...] = ()
     generated_tok_s: float | None = None
 
@@ -139,6 +141,9 @@ class RunMonitor:
             (s.report.name, s.report.policy_version, s.report.work, *sorted(s.report.counts.items())) for s in standings
         ]
         self._check_progress((progress, *counts) if is_comparable else object(), standings)
+
+    def note_restart(self, text: str) -> None:
+        self.status = replace(self.status, restarts=(*self.status.restarts, text))
 
     def _check_process(self, standing: LastReport) -> None:
         report = standing.report

@@ -36,9 +36,17 @@ raise SystemExit(cuda.cuInit(0) or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(co
 def shares_card(config: RunConfig) -> bool:
     """Whether engine and trainer of this run compute on the same GPU at the same time."""
     engine, train = config.engine, config.train
-    are_alike = engine.device == train.device and engine.tensor_parallel_size == 1
+    are_alike = (engine.device, engine.gpus) == (train.device, train.gpus)
+    are_single = engine.tensor_parallel_size == 1 and train.ranks == 1
     samples_ahead = any(env.max_age > 0 for env in config.environments)
-    return are_alike and samples_ahead and not config.engine_url and has_vllm(engine) and may_use_gpu(train.device)
+    return (
+        are_alike
+        and are_single
+        and samples_ahead
+        and not config.engine_url
+        and has_vllm(engine)
+        and may_use_gpu(train.device)
+    )
 
 
 @contextmanager

@@ -27,8 +27,9 @@ from treadle.envs.serving.assignment import choose_pace
 from treadle.errors import ConfigError, ModelError, Problems
 from treadle.launch.attachment import merge_addresses
 from treadle.launch.folder import check_disk_space
-from treadle.launch.machine import Listeners, held_ports
+from treadle.launch.machine import Listeners, held_ports, read_machine_facts
 from treadle.launch.process_plan import AccessTokens, server_addresses
+from treadle.launch.ranks import choose_layout
 from treadle.net.access_tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, read_secret
 from treadle.net.address import shown_url
 from treadle.store.file import real_path, refuse_locked
@@ -54,8 +55,8 @@ def checked_start(config: RunConfig, explicit: frozenset[str], say: Say) -> Iter
         with problems.collected():
             config = with_fitting_groups(config, explicit)
             config.check_together()
-    with problems.collected():
-        check_one_trainer(config)
+    with problems.collected():  # before a model is downloaded; its shape decides only what nobody chose
+        choose_layout(config, read_machine_facts({}), explicit)
     with problems.collected():
         check_one_model(config, explicit)
     with problems.collected():
@@ -183,14 +184,6 @@ def _absolute(value: str) -> str:
     if not value or not file.exists():
         return value
     return str(file.absolute()) + (f":{name}" if colon else "")
-
-
-def check_one_trainer(config: RunConfig) -> None:
-    if config.train.ranks > 1:
-        raise ConfigError(
-            f"treadle run starts one trainer process, and train.ranks is {config.train.ranks}",
-            fix="leave --train.world-size out; treadle plan --train-gpus N prints the commands that start several",
-        )
 
 
 def check_one_model(config: RunConfig, explicit: frozenset[str]) -> None:

@@ -1,7 +1,8 @@
 """Plan a run: RunConfig + machine facts -> complete settings and the processes to start. Pure.
 
 first    hub, engine        serve until they are stopped; not started if the run is attached to one that runs already
-         trainer            loads its libraries meanwhile, and waits for both
+         trainer            loads its libraries meanwhile, and waits for both. Several ranks are one process each:
+                            trainer, trainer-1, ...
 then     env                when hub and engine are ready; the run is complete when trainer and env have ended. Several
                             environments are one process each: env-gsm8k, env-arithmetic
 """
@@ -15,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from treadle.background import PARENT_VARIABLE
+from treadle.budget.shapes import ModelShape
 from treadle.config.env import DEFAULT_MAX_AGE, folder_of, labels_of, process_of
 from treadle.config.files import VARIABLE as SETTINGS_VARIABLE
 from treadle.config.files import secret_variable
@@ -28,9 +30,10 @@ from treadle.config.load import (
     with_values,
 )
 from treadle.config.schema import SECTIONS_OF_PROCESS, RunConfig
-from treadle.config.train import FLOAT32_LR, TrainConfig
+from treadle.config.train import FLOAT32_LR
 from treadle.errors import ConfigError
 from treadle.launch.machine import SHARED_MEMORY, MachineFacts
+from treadle.launch.ranks import GpuLayout, choose_layout, name_of_rank, rank_variables
 from treadle.net.access_tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, ClientRole, role_token
 from treadle.net.address import is_loopback_host, url_to, without_token
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
@@ -88,6 +91,11 @@ class ProcessSpec:
     ready_timeout_s: float = 120.0
 
     @property
+    def kind(self) -> str:
+        """ "trainer" of "trainer-1", "env" of "env-gsm8k"."""
+        return self.name.partition("-")[0]
+
+    @property
     def serves(self) -> bool:
         """A server runs until it is stopped; if it ends by itself, that is an error."""
         return self.ready_url is not None
@@ -120,12 +128,15 @@ def build_plan(
     explicit: frozenset[str] | None = None,
     tokens: AccessTokens = NO_TOKENS,
     notes: tuple[str, ...] = (),
+    shape: ModelShape | None = None,
 ) -> RunPlan:
-    """Complete every setting that the user did not give; `explicit`: keys that the user gave, such as {"hub.port"}."""
+    """Complete every setting that the user did not give; `explicit`: keys that the user gave, such as {"hub.port"};
+    `shape`: of the model, None if it is not known."""
     explicit = explicit_keys(config) if explicit is None else explicit
     by_processor, why = choose_by_processor(config, facts, explicit)
-    notes = (*notes, *why)
-    config = with_values(config, by_processor)
+    layout = choose_layout(config, facts, explicit, shape)
+    notes = (*notes, *layout.notes, *why)
+    config = with_values(config, {**by_processor, **layout.settings})
     ages = spread_max_age(config, explicit)
     config = with_values(config, ages)
     ports = facts.ports
@@ -142,10 +153,10 @@ def build_plan(
         "engine.max_model_len": longest,
         "engine.max_num_seqs": concurrent_sequences(config, explicit),
         "train.seq_len": longest,
-        **({} if config.engine_url else engine_of_mode(config.train, run_folder, facts, explicit)),
+        **({} if config.engine_url else engine_of_mode(config, run_folder, facts, explicit, layout)),
         **_of_environments(config, run_folder, explicit),
         "train.seed": config.seed,
-        "train.threads": threads,
+        "train.threads": max(1, threads // config.train.ranks),
         "train.save_path": run_folder / "checkpoints",
         "train.metrics_file": run_folder / "metrics.jsonl",
     }
@@ -163,7 +174,7 @@ def build_plan(
     }
     # Settings, not derived: `steps`, and ports that the user gave. All other values follow from other settings.
     given_too = (explicit & {"hub.port", "engine.port"}) | {"steps"}
-    of_this_run = ((derived | ages).keys() - explicit) | (settled.keys() - given_too)
+    of_this_run = ((derived | ages | dict(layout.settings)).keys() - explicit) | (settled.keys() - given_too)
     resolved = with_values(config, {k: v for k, v in derived.items() if k not in explicit} | settled)
     resolved.check_mix()
     specs = _processes(resolved, facts, run_folder, (hub_url, engine_url), tokens, is_offline=is_model_local)
@@ -270,11 +281,13 @@ def spread_max_age(config: RunConfig, explicit: frozenset[str]) -> dict[str, Any
 
 
 def engine_of_mode(
-    train: TrainConfig, run_folder: Path, facts: MachineFacts, explicit: frozenset[str]
+    config: RunConfig, run_folder: Path, facts: MachineFacts, explicit: frozenset[str], layout: GpuLayout
 ) -> dict[str, Any]:
     """Engine settings that the weight mode requires: shared memory, or LoRA."""
-    by_memory = train.mode.in_memory and train.broadcast_by in ("auto", "memory")
-    shares = by_memory or train.single_copy
+    train = config.train
+    are_apart = layout.placement is not None and not layout.placement.is_shared  # on different GPUs
+    by_memory = train.mode.in_memory and train.broadcast_by in ("auto", "memory") and not are_apart
+    shares = (by_memory or train.single_copy) and config.engine.tensor_parallel_size == 1
     weights_file = run_folder / "engine.weights"
     if facts.has_shared_memory:  # the pid of the launcher separates sessions of a run
         weights_file = SHARED_MEMORY / f"treadle-{run_folder.name}-{facts.launcher_pid}.weights"
@@ -304,29 +317,32 @@ def _processes(
     is_offline: bool,
 ) -> tuple[ProcessSpec, ...]:
     hub_url, engine_url = urls
-
+    ranks = config.train.ranks
     settings = config.model_dump(mode="json")
 
     def spec(
-        name: str, *verb: str, threads: int, ready_url: str | None = None, timeout_s: float = 60.0, kind: str = ""
-    ) -> ProcessSpec:
+        name: str, *verb: str, threads: int, ready_url: str | None = None, timeout_s: float = 60.0, kind: str = "",
+        rank: int = 0,
+    ) -> ProcessSpec:  # fmt: skip
         argv = (facts.python, "-m", "treadle", *verb, "--config", str(run_folder / CONFIG_FILE))
+        argv += ("--trainer-rank", str(rank)) if rank else ()
         environment = {
             **child_environment(facts, threads=threads, is_offline=is_offline),
             **tokens.variables_of(kind or name),
             **secret_variable(settings, *SECTIONS_OF_PROCESS[kind or name]),
+            **(rank_variables(rank, ranks) if kind == "trainer" else {}),
         }
         return ProcessSpec(name, argv, environment, run_folder / LOG_FOLDER / f"{name}.log", ready_url, timeout_s)
 
     engine_threads = config.engine.threads or facts.num_cores
-    train_threads = config.train.threads or facts.num_cores
+    train_threads = config.train.threads or max(1, facts.num_cores // ranks)
     specs = (
         spec("hub", "hub", threads=1, ready_url=f"{hub_url}/healthz"),
         # Loading a large model from a cold disk takes minutes.
         spec("engine", "engine", threads=engine_threads, ready_url=f"{engine_url}/health", timeout_s=900.0),
         *(spec(process_of(label), "env", label, "serve", threads=1, kind="env") for label in labels_of(config.envs)),
         *(() if config.envs else (spec("env", "env", config.env.name, "serve", threads=1),)),
-        spec("trainer", "train", threads=train_threads),
+        *(spec(name_of_rank(n), "train", threads=train_threads, kind="trainer", rank=n) for n in range(ranks)),
     )
     return tuple(process for process in specs if process.name not in config.attached_urls)
 

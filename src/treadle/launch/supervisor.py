@@ -3,6 +3,7 @@
 start some -> wait until ready -> start the rest -> watch ----> complete ----> stop
                      |                               |                          ^
                      +-- one dies: end of its log ---+-- Ctrl-C ----------------+
+                         (trainer ranks: restarts.py)
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from treadle.background import awake_s
 from treadle.errors import ProcessDied, TreadleError, UserError
 from treadle.launch.machine import Listeners
 from treadle.launch.process_plan import ProcessSpec
+from treadle.launch.restarts import RANKS_END_S, RankEnd, TrainerRestarts, first_of, with_rendezvous
 from treadle.net.address import HANDED_FD
 from treadle.net.probe import answers_ok
 
@@ -49,6 +51,7 @@ class ChildProcess:
     def __init__(self, spec: ProcessSpec, listener: socket.socket | None = None) -> None:
         """`listener` is passed to the child and closed here, so that its port is free when the child ends."""
         self.spec = spec
+        self._was_asked_to_end = False
         handed = {} if listener is None else {HANDED_FD: listener.fileno()}
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_start = spec.log_path.stat().st_size if spec.log_path.exists() else 0
@@ -76,8 +79,9 @@ class ChildProcess:
         return self._process.returncode
 
     def terminate(self) -> None:
-        """Send SIGTERM to it alone; it stops its own children."""
-        if self.poll() is None:
+        """Send SIGTERM, once, to it alone; it stops its own children."""
+        if self.poll() is None and not self._was_asked_to_end:
+            self._was_asked_to_end = True
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -86,8 +90,15 @@ class ChildProcess:
             self._signal_group(signal.SIGKILL)
             self._process.wait()
 
-    def exit_error(self, why: str = "") -> TreadleError:
-        """Why it ended: its own message for an error of the user, else the end of its log."""
+    def rank_end(self) -> RankEnd:
+        """How this trainer rank ended."""
+        tail = tail_of(self.spec.log_path, start=self._log_start)
+        has_own = any(map(_OWN_ERROR.match, tail))
+        code = self.poll() or 0
+        return RankEnd(self.spec.name, code, last_words(tail)[0] if has_own else "", describe_exit(code), tuple(tail))
+
+    def exit_error(self, why: str = "", note: str = "") -> TreadleError:
+        """Why it ended: its own message for an error of the user, else the end of its log; `note` is added to it."""
         code = self.poll()
         tail = tail_of(self.spec.log_path, start=self._log_start)  # since it was started
         if code == _USER_ERROR_CODE and not why:
@@ -95,7 +106,7 @@ class ChildProcess:
             return UserError(message or f"{self.spec.name} refused its settings", fix=fix)
         quoted = "\n".join(f"  | {line}" for line in tail) or "  | (nothing)"
         return ProcessDied(
-            f"{self.spec.name} {why or 'died'} ({describe_exit(code)}); the end of its log:\n{quoted}",
+            f"{self.spec.name} {why or 'died'} ({describe_exit(code)}){note}; the end of its log:\n{quoted}",
             fix=f"the whole log is {self.spec.log_path}",
         )
 
@@ -194,8 +205,10 @@ class Supervisor:
         listeners: Listeners = MappingProxyType({}),
         on_wait: Callable[[str], None] = lambda _: None,
         say_every_s: float = SAY_EVERY_S,
+        restarts: TrainerRestarts | None = None,
     ) -> None:
-        """`listeners`: sockets of servers among the children, by name; passed to them when they start."""
+        """`listeners`: sockets of servers among the children, by name; passed to them when they start. `restarts`:
+        decides whether trainer ranks that crashed are started again; None: never."""
         self._stop = stop
         self._on_tick = on_tick
         self._stop_order = stop_order
@@ -203,6 +216,7 @@ class Supervisor:
         self._listeners = listeners
         self._on_wait = on_wait
         self._say_every_s = say_every_s
+        self._restarts = restarts
         self._children: dict[str, ChildProcess] = {}
 
     def __enter__(self) -> Supervisor:
@@ -221,7 +235,7 @@ class Supervisor:
         """Start these together, and return when all are ready."""
         begun = awake_s()
         waiting = []
-        for spec in specs:
+        for spec in with_rendezvous(specs):
             self._children[spec.name] = ChildProcess(spec, self._listeners.get(spec.name))
             waiting.append(self._children[spec.name])
         next_look = begun
@@ -249,14 +263,15 @@ class Supervisor:
         while True:
             ended = self._tick()
             workers = [child for child in self._children.values() if not child.spec.serves]
-            if any(child.spec.name == "trainer" for child in ended) and not is_trained():
-                raise self._children["trainer"].exit_error("ended before its last step")
+            trainers = [child for child in ended if child.spec.kind == "trainer"]
+            if trainers and not is_trained():
+                raise trainers[0].exit_error("ended before its last step")
             if len(ended) == len(workers):
                 return
             if ended and first_end is None:
                 first_end = awake_s()
             # A trainer whose environment has ended would wait for ever; its last steps may take a while.
-            starved = ended and all(child.spec.name != "trainer" for child in ended)
+            starved = ended and not trainers
             if starved and first_end is not None and awake_s() - first_end > self._grace_s:
                 raise ended[0].exit_error("ended while the trainer still needed it")
 
@@ -265,17 +280,16 @@ class Supervisor:
         if not self._children:
             return
         num_requests = self._stop.count
-        for name in self._children:  # together: the trainer saves faster while no environment uses the engine
-            if name == "trainer" or name.partition("-")[0] == "env":  # "env", or of several "env-gsm8k"
-                self._children[name].terminate()
-        named = [name for name, _ in self._stop_order]
-        others = [(name, _OTHERS_S) for name in self._children if name not in named]
+        for child in self._children.values():  # together: ranks save faster while no environment uses the engine
+            if child.spec.kind in ("trainer", "env"):
+                child.terminate()
+        limits = dict(self._stop_order)
+        others = [child for child in self._children.values() if child.spec.kind not in limits]
+        in_order = [child for kind in limits for child in self._children.values() if child.spec.kind == kind]
         try:
-            for name, limit_s in [*others, *self._stop_order]:
-                child = self._children.get(name)
-                if child is not None:
-                    child.terminate()
-                    self._wait_for_end(child, limit_s, num_requests)
+            for child in [*others, *in_order]:
+                child.terminate()
+                self._wait_for_end(child, limits.get(child.spec.kind, _OTHERS_S), num_requests)
         finally:
             for child in self._children.values():
                 child.kill()
@@ -299,8 +313,40 @@ class Supervisor:
             raise Stopped
         ended = [child for child in self._children.values() if child.poll() is not None]
         for child in ended:
-            if child.poll() != 0:
+            if child.poll() != 0 and child.spec.kind != "trainer":
                 raise child.exit_error()
             if child.spec.serves:
                 raise child.exit_error("ended before its time")
+        if any(child.poll() != 0 for child in ended):  # only of the trainer by now
+            self._restart_trainer()
+            return [child for child in ended if child.spec.kind != "trainer"]
         return ended
+
+    def _restart_trainer(self) -> None:
+        """Start all ranks again after one has failed; raises why the first failed, if that is refused."""
+        ranks = {child.spec.name: child for child in self._children.values() if child.spec.kind == "trainer"}
+        failed = self._wait_for_ranks(list(ranks.values()))
+        for child in ranks.values():
+            child.kill()
+        for child in self._children.values():  # its end may be what the ranks failed by
+            if child.poll() and child not in failed and child.spec.name not in ranks:
+                raise child.exit_error()
+        ends = [child.rank_end() for child in failed]
+        first = ranks[first_of(ends).name]
+        refusal = "restarts are off" if self._restarts is None else self._restarts.refusal(ends, len(ranks))
+        if refusal:
+            raise first.exit_error(note=f", not started again: {refusal}" if self._restarts else "")
+        for spec in with_rendezvous(child.spec for child in ranks.values()):
+            self._children[spec.name] = ChildProcess(spec)
+
+    def _wait_for_ranks(self, ranks: Sequence[ChildProcess]) -> list[ChildProcess]:
+        """The ranks that failed by themselves, in the order in which their ends were seen."""
+        begun, failed = awake_s(), []
+        while True:
+            failed += [rank for rank in ranks if rank.poll() and rank not in failed]
+            if all(rank.poll() is not None for rank in ranks) or awake_s() - begun > RANKS_END_S:
+                return failed
+            time.sleep(_POLL_S)
+            self._on_tick()
+            if self._stop.count:
+                raise Stopped

@@ -111,6 +111,7 @@ class PlainView:
         self._num_health_lines = 0
         self._num_alarms = 0
         self._num_findings = 0
+        self._num_restarts = 0
 
     def open(self) -> None:
         return
@@ -152,6 +153,8 @@ class PlainView:
         yield from (f"health: {line}" for line in history.health[self._num_health_lines :])
         yield from (f"watchdog: {alarm}" for alarm in status.alarms[self._num_alarms :])
         yield from (f"health: {finding}" for finding in status.findings[self._num_findings :])
+        yield from (f"restart: {text}" for text in status.restarts[self._num_restarts :])
+        self._num_restarts = len(status.restarts)
         self._num_health_lines = len(history.health)
         self._num_alarms, self._num_findings = len(status.alarms), len(status.findings)
         if state.phase != last_phase:
@@ -257,6 +260,8 @@ def draw(state: ViewState) -> RenderableType:
     if state.status.standings:
         lines += [Text(), _processes(state.status.standings)]
     lines += [Text(f"! {finding}", style="yellow") for finding in state.status.findings[-NUM_ALARMS_SHOWN:]]
+    restarts = [text.partition("\n")[0] for text in state.status.restarts[-NUM_ALARMS_SHOWN:]]
+    lines += [Text(f"! {line}", style="yellow") for line in restarts]
     lines += [Text(f"! {alarm}", style="red") for alarm in state.status.alarms[-NUM_ALARMS_SHOWN:]]
     # rich cuts the end of a long title.
     about = f"  {state.config.task_name}  {model_name(state.config.model)}"

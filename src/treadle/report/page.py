@@ -233,6 +233,8 @@ def in_words(record: RunRecord) -> list[str]:
     )
     sentences += [f"It ended with an error: {summary.last_words}"] if summary.last_words else []
     sentences += summary.findings
+    if summary.restarts:
+        sentences.append(f"The trainer crashed and was started again {counted(len(summary.restarts), 'time')}.")
     if record.alarms:
         sentences.append(f"The watchdog reported {counted(len(record.alarms), 'wait')} that took too long.")
     return sentences

@@ -46,6 +46,7 @@ class Outcome:
     alarms: tuple[str, ...] = ()
     findings: tuple[str, ...] = ()
     last_words: str = ""
+    restarts: tuple[str, ...] = ()
 
     def after(self, earlier: Summary | None) -> Outcome:
         """This session of a run and the ones before it: times add up, peaks do not."""
@@ -60,6 +61,7 @@ class Outcome:
             (*earlier.alarms, *self.alarms),
             (*earlier.findings, *self.findings),
             self.last_words,
+            (*earlier.restarts, *self.restarts),
         )
 
 
@@ -89,6 +91,7 @@ class Summary:
     health: list[str]  # warnings of the trainer
     alarms: list[str]  # late waits that the watchdog reported
     findings: list[str]  # problems with the groups of an environment
+    restarts: list[str]  # of the trainer, after a crash: why, and the last lines of the log
     last_words: str  # the error that ended the run
     # Share of the held-out answers that ended before the length limit; None: unknown.
     ended_before: float | None
@@ -129,6 +132,7 @@ def summarize(config: RunConfig, run_folder: Path, history: History, outcome: Ou
         health=[str(line) for line in history.health],
         alarms=list(outcome.alarms),
         findings=[*outcome.findings, *_nothing_learned(history)],
+        restarts=list(outcome.restarts),
         last_words=outcome.last_words,
         ended_before=None if history.before is None else history.before.ended,
         ended_after=None if history.after is None else history.after.ended,
@@ -239,6 +243,8 @@ def print_report(summary: Summary, console: Console) -> None:
         row("", f"({len(summary.health) - NUM_HEALTH_LINES} earlier ones are in the trainer's log)")
     for number, line in enumerate(summary.findings[-NUM_HEALTH_LINES:]):
         row("" if number else "environment", line)
+    for number, text in enumerate(summary.restarts[-NUM_HEALTH_LINES:]):
+        row("" if number else "restarts", text.partition("\n")[0])
     row(summary.result_name, near(summary.final_model) if summary.final_model else "none")
     row("metrics", near(summary.metrics))
     row("reward plot", near(summary.plot) if Path(summary.plot).exists() else "none")
@@ -370,6 +376,7 @@ def read_record(folder: Path) -> RunRecord:
             tuple(saved.alarms),
             tuple(saved.findings),
             saved.last_words,
+            tuple(saved.restarts),
         )
     )
     logs = {log.stem: log.read_text(errors="replace") for log in sorted((folder / "logs").glob("*.log"))}

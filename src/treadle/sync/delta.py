@@ -11,7 +11,8 @@ The file's metadata contain the base version (DELTA_FROM). Values are set, not a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,26 +107,24 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> dict[str, WeightUpdate]:
     return updates
 
 
-def misfit(update: WeightUpdate, weight: Tensor) -> str | None:
-    """Why `update` cannot be applied to `weight`; None if it can."""
+def misfit(update: WeightUpdate, shape: Sequence[int], dtype: torch.dtype) -> str | None:
+    """Why `update` cannot be applied to a weight of this shape and number format; None if it can."""
     if isinstance(update, Changes):
-        return _misfit_of_changes(update.indices, update.values, weight)
-    if update.shape != weight.shape or not update.is_floating_point():
-        return f"it is {list(update.shape)} {update.dtype}, the engine's is {list(weight.shape)}"
+        return _misfit_of_changes(update.indices, update.values, math.prod(shape), dtype)
+    if list(update.shape) != list(shape) or not update.is_floating_point():
+        return f"it is {list(update.shape)} {update.dtype}, the engine's is {list(shape)}"
     return None
 
 
-def _misfit_of_changes(indices: Tensor, values: Tensor, weight: Tensor) -> str | None:
-    if values.dtype != weight.dtype:  # a whole weight may be converted, single elements may not
-        return f"its changed elements are {values.dtype}, the engine's are {weight.dtype}"
+def _misfit_of_changes(indices: Tensor, values: Tensor, num_elements: int, dtype: torch.dtype) -> str | None:
+    if values.dtype != dtype:  # a whole weight may be converted, single elements may not
+        return f"its changed elements are {values.dtype}, the engine's are {dtype}"
     if indices.ndim != 1 or indices.shape != values.shape or indices.dtype not in (torch.int32, torch.int64):
         return f"it has {list(indices.shape)} {indices.dtype} indices for {list(values.shape)} values"
     if (indices[1:] <= indices[:-1]).any():
         return "its indices do not rise"
-    if len(indices) and not (indices[0] >= 0 and indices[-1] < weight.numel()):
-        return f"its indices go from {int(indices[0])} to {int(indices[-1])}, of {weight.numel()} elements"
-    if not weight.is_contiguous():
-        return "the engine keeps it in an order of its own, so its elements have no places"
+    if len(indices) and not (indices[0] >= 0 and indices[-1] < num_elements):
+        return f"its indices go from {int(indices[0])} to {int(indices[-1])}, of {num_elements} elements"
     return None
 
 

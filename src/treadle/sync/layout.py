@@ -5,8 +5,12 @@ blocks. So each parameter of a dense model is a range of rows of one of vLLM's:
 
     model.layers.0.self_attn.k_proj.weight  =  model.layers.0.self_attn.qkv_proj.weight[576:768]
 
-Anything that does not fit exactly (experts, quantized weights, a model split over GPUs) is refused by name: a wrong
-mapping would train and serve nonsense.
+If vLLM is split over several workers (tensor parallel), each has a part of these: rows of q, k, v, gate, up and the
+vocabulary, columns of o and down, all of a norm. Each worker stacks its own rows of q, k and v. Where there are fewer KV
+heads than workers, several workers have the same head.
+
+Anything that does not fit exactly (experts, quantized weights) is refused by name: a wrong mapping would train and
+serve nonsense.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import msgspec
 
 from treadle.errors import SyncError
 from treadle.sync.gate import ProcessIdentity
+from treadle.wire.bridge import WeightPart
 
 ALIGNMENT = 64  # bytes; a cache line, so that every parameter starts where vector loads are fast
 
@@ -84,20 +89,46 @@ Shape = tuple[int, ...]
 
 VOCABULARY_BLOCK = 64  # vLLM pads the rows of embeddings and output layer to a multiple of this
 _ADAPTER_WRAP = ".base_layer."  # in the names of parameters that are wrapped for adapters
-REFUSAL_FIX = (
-    "only dense, unquantised models that are not split over GPUs take weights; of others train adapters "
-    "(--weight-bridge-mode lora_only)"
-)
+_REPLICATED = ("k_proj", "v_proj")  # where there are fewer KV heads than workers
+REFUSAL_FIX = "only dense, unquantised models take weights; of others train adapters (--weight-bridge-mode lora_only)"
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One of the processes that vLLM splits a model over (tensor parallel)."""
+
+    rank: int = 0
+    num_workers: int = 1
+
+    def share_of(self, size: int, num_parts: int) -> tuple[int, int]:
+        """(start, length) of this worker's part of `size` rows or columns in `num_parts` equal parts; with fewer parts
+        than workers, workers in sequence have the same one. Length 0: it cannot be divided.
+
+        >>> [Worker(rank, 4).share_of(32, 2) for rank in range(4)]
+        [(0, 16), (0, 16), (16, 16), (16, 16)]
+        """
+        if size % num_parts or self.num_workers % num_parts:
+            return 0, 0
+        length = size // num_parts
+        return self.rank // (self.num_workers // num_parts) * length, length
+
+
+ONLY_WORKER = Worker()
 
 
 @dataclass(frozen=True)
 class Slice:
-    """The Hugging Face parameter `name` is `shape[0]` rows of vLLM's `source`, starting at `first_row`."""
+    """`part` of the Hugging Face parameter `name` is `part_shape[0]` rows of vLLM's `source`, from `first_row` on."""
 
     name: str
     source: str
     first_row: int
-    shape: Shape
+    shape: Shape  # of the whole parameter
+    part: WeightPart
+
+    @property
+    def part_shape(self) -> Shape:
+        return tuple(self.part.length if dim == self.part.dim else size for dim, size in enumerate(self.shape))
 
 
 def map_fused(
@@ -106,8 +137,11 @@ def map_fused(
     packed: Mapping[str, Sequence[str]],
     *,
     vocab_size: int,
+    num_kv_heads: int = 0,
+    worker: Worker = ONLY_WORKER,
 ) -> tuple[Slice, ...]:
-    """Find every parameter of the Hugging Face model (`wanted`) in vLLM's (`served`); all of both must be used.
+    """Find every parameter of the Hugging Face model (`wanted`), or the worker's part of it, in vLLM's (`served`); all
+    of both must be used.
 
     `packed` is the model's table of stacked parameters: {"qkv_proj": ["q_proj", "k_proj", "v_proj"], ...}. A tied
     parameter is named once on each side.
@@ -115,18 +149,17 @@ def map_fused(
     >>> map_fused({"up.weight": (4, 2)}, {"both.weight": (8, 2)}, {"both": ["gate", "up"]}, vocab_size=9)
     Traceback (most recent call last):
     treadle.errors.SyncError: up.weight is stacked with gate.weight in the engine, which this model does not have
-      -> only dense, unquantised models that are not split over GPUs take weights; of others train adapters \
-(--weight-bridge-mode lora_only)
+      -> only dense, unquantised models take weights; of others train adapters (--weight-bridge-mode lora_only)
     """
     sources = {plain_name(name): name for name in served}
     slices = []
     for name, shape in wanted.items():
         if name in sources:
-            source, first_row, num_rows = sources[name], 0, shape[0]
+            source = sources[name]
+            found = _find_alone(name, source, shape, served[source], vocab_size, worker)
         else:
-            source, first_row, num_rows = _find_stacked(name, wanted, sources, packed)
-        _check_shape(name, shape, num_rows, source, served[source], vocab_size)
-        slices.append(Slice(name, source, first_row, shape))
+            found = _find_stacked(name, wanted, sources, served, packed, num_kv_heads, worker)
+        slices.append(found)
     unused = sorted(set(served) - {s.source for s in slices})
     if unused:
         raise SyncError(f"the engine has {unused[0]}, which no parameter of this model is part of", fix=REFUSAL_FIX)
@@ -140,8 +173,8 @@ def place_slices(fused: Layout, slices: Sequence[Slice]) -> Layout:
     placements = []
     for s in slices:
         source = sources[plain_name(s.source)]
-        offset = source.offset + s.first_row * math.prod(s.shape[1:]) * element
-        placements.append(Placement(name=s.name, shape=s.shape, offset=offset, storage=source.storage))
+        offset = source.offset + s.first_row * math.prod(s.part_shape[1:]) * element
+        placements.append(Placement(name=s.name, shape=s.part_shape, offset=offset, storage=source.storage))
     return msgspec.structs.replace(fused, parameters=tuple(placements))
 
 
@@ -154,10 +187,31 @@ def plain_name(name: str) -> str:
     return name.replace(_ADAPTER_WRAP, ".")
 
 
+def _find_alone(name: str, source: str, shape: Shape, served: Shape, vocab_size: int, worker: Worker) -> Slice:
+    """A parameter that vLLM stacks with no other: whole, or split by rows or columns, or a padded vocabulary."""
+    if served == shape:
+        return Slice(name, source, 0, shape, WeightPart(0, 0, shape[0]))
+    for dim in range(len(shape)):
+        start, length = worker.share_of(shape[dim], worker.num_workers)
+        if length and served == (*shape[:dim], length, *shape[dim + 1 :]):
+            return Slice(name, source, 0, shape, WeightPart(dim, start, length))
+    padded = -(-vocab_size // VOCABULARY_BLOCK) * VOCABULARY_BLOCK
+    start, length = worker.share_of(padded, worker.num_workers)
+    if length and shape[:1] == (vocab_size,) and served == (length, *shape[1:]):
+        start = min(start, vocab_size)  # the last workers may have few rows, or none, besides the padding
+        return Slice(name, source, 0, shape, WeightPart(0, start, min(length, vocab_size - start)))
+    raise _misfit(name, shape, source, served, worker)
+
+
 def _find_stacked(
-    name: str, wanted: Mapping[str, Shape], sources: Mapping[str, str], packed: Mapping[str, Sequence[str]]
-) -> tuple[str, int, int]:
-    """(vLLM's parameter, first row, total rows stacked in it)."""
+    name: str,
+    wanted: Mapping[str, Shape],
+    sources: Mapping[str, str],
+    served: Mapping[str, Shape],
+    packed: Mapping[str, Sequence[str]],
+    num_kv_heads: int,
+    worker: Worker,
+) -> Slice:
     module, _, leaf = name.rpartition(".")
     owner, _, part = module.rpartition(".")
     prefix = f"{owner}." if owner else ""
@@ -171,20 +225,22 @@ def _find_stacked(
             raise SyncError(
                 f"{name} is stacked with {absent[0]} in the engine, which this model does not have", fix=REFUSAL_FIX
             )
-        rows = [wanted[sibling][0] for sibling in siblings]
-        position = parts.index(part)
-        return source, sum(rows[:position]), sum(rows)
+        shares = [
+            worker.share_of(wanted[sibling][0], min(worker.num_workers, num_kv_heads or worker.num_workers))
+            if label in _REPLICATED
+            else worker.share_of(wanted[sibling][0], worker.num_workers)
+            for label, sibling in zip(parts, siblings, strict=True)
+        ]
+        rows, position = [length for _, length in shares], parts.index(part)
+        if not all(rows) or served[source] != (sum(rows), *wanted[name][1:]):
+            raise _misfit(name, wanted[name], source, served[source], worker)
+        return Slice(name, source, sum(rows[:position]), wanted[name], WeightPart(0, *shares[position]))
     raise SyncError(f"the engine has no parameter that {name} is part of", fix=REFUSAL_FIX)
 
 
-def _check_shape(name: str, shape: Shape, num_rows: int, source: str, source_shape: Shape, vocab_size: int) -> None:
-    """The stacked parameters must fill `source`; only a vocabulary may be padded."""
-    same_width = source_shape[1:] == shape[1:]
-    padded = -(-vocab_size // VOCABULARY_BLOCK) * VOCABULARY_BLOCK
-    is_padded_vocabulary = num_rows == vocab_size and source_shape[:1] == (padded,)
-    if same_width and (source_shape[:1] == (num_rows,) or is_padded_vocabulary):
-        return
-    raise SyncError(
-        f"{name} has the shape {list(shape)}, the engine's {source} {list(source_shape)}: one is no part of the other",
+def _misfit(name: str, shape: Shape, source: str, served: Shape, worker: Worker) -> SyncError:
+    split = f" on worker {worker.rank} of {worker.num_workers}" if worker.num_workers > 1 else ""
+    return SyncError(
+        f"{name} has the shape {list(shape)}, the engine's {source} {list(served)}{split}: one is no part of the other",
         fix=REFUSAL_FIX,
     )

@@ -184,6 +184,7 @@ class LoraSwapSync(_FileSync):
         attached = super().attach()
         if not self._config.single_copy:
             return attached
+        self._config.check_engine_workers(self._engine.get("/bridge/info", BridgeInfo).num_workers)
         layout = self._engine.wait_for("/bridge/state_dict_info", Layout)  # of the base model, without adapters
         return replace(attached, layout=layout, has_one_copy=True)
 

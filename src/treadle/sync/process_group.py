@@ -1,13 +1,16 @@
-"""Broadcast weights from trainer to engine in a process group of two.
+"""Broadcast weights from the trainer to the workers of an engine in a process group.
 
-    trainer: store = host_store(...)    engine: store = connect_store(...)   rendezvous
-    both:    group = form_group(...)    NCCL between GPUs, else Gloo; tested with a first broadcast
+    trainer: store = host_store(...)    worker: store = connect_store(...)   rendezvous
+    all:     group = form_group(...)    NCCL between GPUs, else Gloo; tested with a first broadcast
              group.send(weights)        group.receive(weights)               packed into buckets
 
-Trainer and engine plan the same buckets from the same names and shapes, so only the numbers are sent.
+All plan the same buckets from the same names and shapes, so only the numbers are sent. Whole weights are sent; each
+worker copies its own part out of every bucket (shards.py).
 
 The group is built from torch's parts and is never the default group, which belongs to vLLM. Every failure, including a
-peer that ended or is silent, is a SyncError within the group's timeout.
+peer that ended or is silent, is a SyncError within the group's timeout. Torch does not say which peer: each worker
+reports in the store that it has begun to join, and each broadcast that it has ended, and the trainer names the workers
+that did not (`silent_ranks`).
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,10 +33,14 @@ from torch import Tensor
 
 from treadle.background import in_background
 from treadle.errors import SyncError
+from treadle.sync.shards import HeldWeight
 from treadle.wire.bridge import JoinGroup
 
 BUCKET_BYTES = 256 << 20  # large enough to keep a link busy, small enough for the spare memory of a GPU
-TRAINER, ENGINE = 0, 1  # ranks
+TRAINER = 0  # its rank; the workers have the following ones
+JOINING = 0  # the step that workers report first; broadcasts are steps 1, 2, ...
+REPORT_S = 2.0  # for workers that run to report that a broadcast broke off
+_POLL_S = 0.02
 CONNECT_S = 5.0  # for a first connection between the two machines
 NETWORK_FIX = (
     "the two must reach each other on all ports, at the address that --broadcast-host names (NCCL: on the network in "
@@ -98,8 +106,8 @@ class PeerLost(SyncError):
 
 
 class BroadcastGroup:
-    """A group of two; `peer` names the other process in errors. After a failed broadcast it must be closed: the peer,
-    which may be waiting, then fails at once."""
+    """The trainer and one or more workers; `peer` names the other side in errors. After a failed broadcast it must be
+    closed: the others, which may be waiting, then fail at once."""
 
     def __init__(
         self,
@@ -110,19 +118,24 @@ class BroadcastGroup:
         dtype: torch.dtype,
         device: torch.device,
         timeout_s: float,
+        report: Callable[[int], None],
     ) -> None:
-        """`backend`: torch's ProcessGroupNCCL or ProcessGroupGloo. `device`: where it takes tensors."""
+        """`backend`: torch's ProcessGroupNCCL or ProcessGroupGloo. `device`: where it takes tensors. `report`: tells the
+        trainer that this process has ended a broadcast, well or not."""
         self._backend = backend
         self._plan = plan
         self._peer = peer
         self._dtype = dtype
         self._device = device
         self._timeout_s = timeout_s
+        self._report = report
+        self.num_broadcasts = 0
         self._num_bytes = sum(bucket.num_elements for bucket in plan) * dtype.itemsize
 
     @torch.no_grad()
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> int:
         """Send to the engine, in the order of the plan, one weight at a time. Returns the bytes sent."""
+        self.num_broadcasts += 1
         remaining, flat = iter(weights), torch.empty(0)
         for bucket, numbers in self._buffers():
             for part in bucket.slices:
@@ -133,15 +146,19 @@ class BroadcastGroup:
         return self._num_bytes
 
     @torch.no_grad()
-    def receive(self, weights: Mapping[str, Tensor]) -> int:
+    def receive(self, weights: Mapping[str, HeldWeight]) -> int:
         """Receive into `weights`, in place; after an error they are partly overwritten. Returns the bytes received."""
-        for bucket, numbers in self._buffers():
-            self.broadcast(numbers)
-            for part in bucket.slices:
-                flat = weights[part.name].detach().view(-1)
-                flat[part.start : part.stop].copy_(numbers[part.offset : part.offset + part.stop - part.start])
-        for device in {weight.device for weight in weights.values() if weight.is_cuda}:
-            torch.cuda.synchronize(device)  # they are read next on other streams
+        self.num_broadcasts += 1
+        try:
+            for bucket, numbers in self._buffers():
+                self.broadcast(numbers)
+                for part in bucket.slices:
+                    run = numbers[part.offset : part.offset + part.stop - part.start]
+                    weights[part.name].write_run(part.start, part.stop, run)
+            for device in {held.tensor.device for held in weights.values() if held.tensor.is_cuda}:
+                torch.cuda.synchronize(device)  # they are read next on other streams
+        finally:
+            self._report(self.num_broadcasts)
         return self._num_bytes
 
     def close(self) -> None:
@@ -208,10 +225,35 @@ def local_address_towards(host: str, port: int, timeout_s: float = CONNECT_S) ->
         raise SyncError(f"cannot reach {host}:{port}: {reason}", fix=NETWORK_FIX) from None
 
 
+def report(store: Store, group: str, rank: int, step: int) -> None:
+    """Tell the trainer that this rank has ended this step. A trainer that is gone needs no report."""
+    with contextlib.suppress(RuntimeError):
+        store.set(_report_key(group, rank, step), "")
+
+
+def _report_key(group: str, rank: int, step: int) -> str:
+    return f"reports/{group}/{step}/{rank}"  # torch's own keys begin with the group's name
+
+
+def silent_ranks(store: Store, request: JoinGroup, step: int, wait_s: float = REPORT_S) -> list[int]:
+    """Workers that have not reported this step within `wait_s`. `store`: the trainer's own."""
+    with contextlib.suppress(SyncError):
+        # A connection of its own: the other one is locked while it waits for a rank.
+        reader = connect_store(request.host, store.port, CONNECT_S)
+        deadline = time.monotonic() + wait_s
+        while True:
+            ranks = range(TRAINER + 1, request.num_ranks)
+            silent = [rank for rank in ranks if not reader.check([_report_key(request.group, rank, step)])]
+            if not silent or time.monotonic() > deadline:
+                return silent
+            time.sleep(_POLL_S)
+    return []
+
+
 def form_group(
     request: JoinGroup, store: Store, rank: int, *, own_address: str, peer: str, device: torch.device
 ) -> BroadcastGroup:
-    """Wait for the peer, at most `request.timeout_s`. `device`: of the weights."""
+    """Wait for all ranks, at most `request.timeout_s`. `device`: of the weights."""
     dtype: torch.dtype = getattr(torch, request.dtype)
     bucket_device = device if request.backend == "nccl" else torch.device("cpu")
 
@@ -219,12 +261,13 @@ def form_group(
         own_store = _dist.PrefixStore(request.group, store)
         build = _nccl if request.backend == "nccl" else _gloo
         group = BroadcastGroup(
-            build(own_store, rank, own_address, timedelta(seconds=request.timeout_s)),
+            build(own_store, rank, request.num_ranks, own_address, timedelta(seconds=request.timeout_s)),
             plan_buckets(request.weights, request.bucket_bytes // dtype.itemsize),
             peer=peer,
             dtype=dtype,
             device=bucket_device,
             timeout_s=request.timeout_s,
+            report=partial(report, store, request.group, rank),
         )
         try:
             group.broadcast(torch.zeros(1, device=bucket_device))  # NCCL connects at the first broadcast
@@ -233,6 +276,7 @@ def form_group(
             raise
         return group
 
+    report(store, request.group, rank, JOINING)
     try:
         return in_background("form-group", form).result(request.timeout_s)
     except TimeoutError:
@@ -252,24 +296,24 @@ def first_sentence(error: Exception) -> str:
     return re.sub(r"^\[\S*\] ", "", text).splitlines()[0].split(". ")[0]
 
 
-def _gloo(store: Store, rank: int, own_address: str, timeout: timedelta) -> Any:
+def _gloo(store: Store, rank: int, num_ranks: int, own_address: str, timeout: timedelta) -> Any:
     """Use the address on the shared network; by default Gloo would use the one that this host name resolves to."""
     kind = _dist.ProcessGroupGloo
     options = kind._Options()
     options._devices = [kind.create_device(hostname=own_address)]
     options._threads = 1
     options._timeout = timeout
-    return kind(store, rank, 2, options)
+    return kind(store, rank, num_ranks, options)
 
 
-def _nccl(store: Store, rank: int, _own_address: str, timeout: timedelta) -> Any:
+def _nccl(store: Store, rank: int, num_ranks: int, _own_address: str, timeout: timedelta) -> Any:
     kind = _dist.ProcessGroupNCCL
     options = kind.Options()
     options._timeout = timeout
     before = {name: os.environ.get(name) for name in NCCL_ERRORS}
     os.environ.update(NCCL_ERRORS)  # read once, by the constructor; other groups of this process are not affected
     try:
-        return kind(store, rank, 2, options)
+        return kind(store, rank, num_ranks, options)
     finally:
         for name, value in before.items():
             if value is None:

@@ -54,6 +54,13 @@ class Publishable(Protocol):
         """Whether `served_weights` are made on each call (merged with adapters, gathered from several ranks); otherwise
         they are the live weights."""
 
+    @property
+    def device(self) -> torch.device:
+        """Of the weights."""
+
+    def served_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of `served_weights`, in the same order, without computing any."""
+
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights that an engine serves after this publish, by name, with adapters merged in."""
 

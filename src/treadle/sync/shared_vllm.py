@@ -15,15 +15,20 @@ Two copies (BroadcastSync, --use-shared-memory): the trainer sends its weights w
     nccl     broadcast in a process group of trainer and engine, between GPUs of one or two machines
     gloo     broadcast through main memory
 
+An engine that is split over several workers (tensor parallel) takes broadcasts only: all its workers are in the group.
+
 Each call has a deadline, so an engine that hangs ends in an error.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import time
+from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,13 +49,16 @@ from treadle.sync.gate import PublishGate
 from treadle.sync.layout import Layout
 from treadle.sync.process_group import (
     BUCKET_BYTES,
+    JOINING,
     PEER_FIX,
     TRAINER,
     BroadcastGroup,
     PeerLost,
+    Store,
     form_group,
     host_store,
     local_address_towards,
+    silent_ranks,
 )
 from treadle.sync.protocol import (
     QUICK_S,
@@ -63,6 +71,7 @@ from treadle.sync.protocol import (
     check_same_dtype,
     choose_folder,
 )
+from treadle.sync.shards import worker_name
 from treadle.sync.shared_memory import find_bridge_file, gpu_uuid, read_bridge_file
 from treadle.sync.verify import PublishVerifier
 from treadle.wire.bridge import (
@@ -107,6 +116,7 @@ class SingleCopySync:
             log.info("interval_without_effect", reason="in shared_vllm every step is published")
 
     def attach(self) -> AttachedModel:
+        self._config.check_engine_workers(self._engine.wait_for("/bridge/info", BridgeInfo).num_workers)
         layout = self.fetch_layout()
         check_same_dtype(self._config, layout.dtype)
         folder = choose_folder(self._config, Path(layout.model))
@@ -177,8 +187,8 @@ class SingleCopySync:
 
 
 class WeightBroadcaster:
-    """Sends weights to the engine in a process group. Call `join` before the first `send` and after one that failed.
-    Both end within `timeout_s`."""
+    """Sends weights to the engine's workers in a process group. Call `join` before the first `send` and after one that
+    failed. Both end within `timeout_s`."""
 
     def __init__(
         self,
@@ -187,6 +197,7 @@ class WeightBroadcaster:
         *,
         host: str,
         timeout_s: float,
+        num_workers: int = 1,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """`host`: the name of this machine for the engine; empty: its address on the engine's network."""
@@ -194,8 +205,10 @@ class WeightBroadcaster:
         self._backend = backend
         self._host = host
         self._timeout_s = timeout_s
+        self._num_workers = num_workers
         self._bucket_bytes = bucket_bytes
-        self._name = ""
+        self._request: JoinGroup | None = None
+        self._store: Store = None
         self._group: BroadcastGroup | None = None
 
     @property
@@ -203,37 +216,38 @@ class WeightBroadcaster:
         return self._group is not None
 
     def join(self, policy: Publishable) -> None:
-        weights = [(name, tuple(weight.shape), weight.device) for name, weight in policy.served_weights()]
         address = self._host
         if not address:
             url = urlsplit(self._engine.url)
             port = url.port or (443 if url.scheme == "https" else 80)
             address = local_address_towards(url.hostname or "127.0.0.1", port)
-        store = host_store(address, self._timeout_s)
-        request = JoinGroup(
+        store = self._store = host_store(address, self._timeout_s)
+        request = self._request = JoinGroup(
             group=secrets.token_hex(8),
             host=address,
             port=store.port,
             backend=self._backend,
             dtype=str(policy.dtype).removeprefix("torch."),
-            weights=[(name, shape) for name, shape, _ in weights],
+            weights=policy.served_shapes(),
             bucket_bytes=self._bucket_bytes,
             timeout_s=self._timeout_s,
+            num_ranks=TRAINER + 1 + self._num_workers,
         )
-        peer, device = f"the engine at {self._engine.url}", weights[0][2]
-        form = partial(form_group, request, store, TRAINER, own_address=address, peer=peer, device=device)
-        _, self._group = self._both("/bridge/join", request, Joined, in_background("join-engine", form))
-        self._name = request.group
-        log.info("group_formed", backend=self._backend, host=address, weights=len(weights))
+        peer = f"the engine at {self._engine.url}"
+        form = partial(form_group, request, store, TRAINER, own_address=address, peer=peer, device=policy.device)
+        with self._naming_workers(request, JOINING):
+            _, self._group = self._both("/bridge/join", request, Joined, in_background("join-engine", form))
+        log.info("group_formed", backend=self._backend, host=address, weights=len(request.weights))
 
     def send(self, policy: Publishable) -> int:
         """Send all weights to the paused engine, which has them when this returns. Returns the bytes sent."""
-        group, self._group = self._group, None
-        assert group is not None  # noqa: S101 - joined before
-        body = ReceiveWeights(group=self._name, timeout_s=self._timeout_s)
+        group, request, self._group = self._group, self._request, None
+        assert group is not None and request is not None  # noqa: S101, PT018 - joined before
+        body = ReceiveWeights(group=request.group, timeout_s=self._timeout_s)
         sending = in_background("send-weights", lambda: group.send(policy.served_weights()))
         sending.add_done_callback(lambda sent: group.close() if sent.exception() else None)
-        received, num_bytes = self._both("/bridge/receive", body, Received, sending)
+        with self._naming_workers(request, group.num_broadcasts + 1):
+            received, num_bytes = self._both("/bridge/receive", body, Received, sending)
         if received.num_bytes != num_bytes:
             raise SyncError(
                 f"the engine at {self._engine.url} received {received.num_bytes} bytes, and {num_bytes} were sent",
@@ -241,6 +255,18 @@ class WeightBroadcaster:
             )
         self._group = group  # usable again
         return num_bytes
+
+    @contextmanager
+    def _naming_workers(self, request: JoinGroup, step: int) -> Iterator[None]:
+        """Add to an error which of several workers did not come as far as this step: they have died, or hang."""
+        try:
+            yield
+        except SyncError as error:
+            ranks = silent_ranks(self._store, request, step) if self._num_workers > 1 else []
+            if not ranks:
+                raise
+            silent = " and ".join(worker_name(rank - request.first_rank, self._num_workers) for rank in ranks)
+            raise SyncError(f"{error.message} ({silent} of the engine did not report)", fix=error.fix) from error
 
     def _both(
         self, path: str, body: msgspec.Struct, answer: type[Answer], done: Future[Outcome]
@@ -276,6 +302,7 @@ class BroadcastSync(SingleCopySync):
     def attach(self) -> AttachedModel:
         config, engine = self._config, self._engine
         info = engine.wait_for("/bridge/info", BridgeInfo)
+        config.check_engine_workers(info.num_workers)
         is_here = is_loopback(engine.url)
         can_share = info.shared_weights and is_here and config.broadcast_by in ("auto", "memory")
         layout = self.fetch_layout() if can_share else None
@@ -293,7 +320,11 @@ class BroadcastSync(SingleCopySync):
         if transport == "memory":
             return super().attach()
         self._broadcaster = WeightBroadcaster(
-            engine, transport, host=config.broadcast_host, timeout_s=config.publish_deadline_s
+            engine,
+            transport,
+            host=config.broadcast_host,
+            timeout_s=config.publish_deadline_s,
+            num_workers=info.num_workers,
         )
         return attach_own_weights(config, engine) if is_here else attach_remote(config, info)
 
@@ -318,7 +349,7 @@ class BroadcastSync(SingleCopySync):
         return Adopted(state, paused_at, written_at)
 
     def _num_bytes(self, policy: Publishable) -> int:
-        return self._sent or sum(weight.nbytes for _, weight in policy.served_weights())
+        return self._sent or sum(math.prod(shape) for _, shape in policy.served_shapes()) * policy.dtype.itemsize
 
 
 def choose_transport(

@@ -36,7 +36,8 @@ from treadle.log import get_logger
 from treadle.support import CANARY_BOUNDS
 from treadle.sync.fingerprint import FingerprintCache, begin_fingerprints, fingerprints
 from treadle.sync.protocol import NOT_VERIFIED, EngineLink, Publishable, TokenScores, Verified
-from treadle.wire.bridge import AskFingerprints, BridgeInfo, Fingerprints
+from treadle.sync.shards import ShardMap, check_shards, distinct_shards, for_every_holder
+from treadle.wire.bridge import AskFingerprints, BridgeInfo, Fingerprints, Shards
 from treadle.wire.generate import GenerateRequest
 
 NUM_TOKENS = 33  # two blocks of 16 that fit a prefix cache, and one token that does not
@@ -173,6 +174,7 @@ class PublishVerifier:
         self._engine = engine
         self._compares = compares
         self._is_checked_later = is_checked_later
+        self._shards: ShardMap | None = None  # None: not asked yet; empty: the engine has one process
         self._fingerprint_cache = FingerprintCache()
         self._canary_due = -math.inf  # on the monotonic clock
         self._worker = BackgroundWorker("comparing weights")
@@ -187,8 +189,7 @@ class PublishVerifier:
         if self._is_on and self._compares == "adapter":
             own = begin_fingerprints(policy.served_adapter(), version, self._fingerprint_cache)
         elif self._is_on:
-            cache = None if policy.serves_copies else self._fingerprint_cache
-            own = begin_fingerprints(policy.served_weights(), version, cache)
+            own = self._begin_fingerprints(policy, version)
         is_due = (
             time.monotonic() >= self._canary_due
             or self._config.verify_publish == "always"
@@ -206,6 +207,26 @@ class PublishVerifier:
             uncached_canary=uncached_canary,
             seconds=time.monotonic() - started,
         )
+
+    def _begin_fingerprints(self, policy: Publishable, version: int) -> Callable[[], dict[str, str]]:
+        """Of all weights; for an engine that is split over several workers, of each worker's part of each."""
+        if self._shards is None:
+            self._shards = self._fetch_shards(policy)
+        shards = self._shards
+        if not shards:
+            cache = None if policy.serves_copies else self._fingerprint_cache
+            return begin_fingerprints(policy.served_weights(), version, cache)
+        # Not cached: parts by columns are copied, and the copies of all weights would exist at the same time.
+        found = begin_fingerprints(distinct_shards(policy.served_weights(), shards), version)
+        return lambda: for_every_holder(found(), shards)
+
+    def _fetch_shards(self, policy: Publishable) -> ShardMap:
+        """They stay the same when the engine is restarted."""
+        if self._engine.get("/bridge/info", BridgeInfo).num_workers == 1:
+            return []
+        workers = self._engine.get("/bridge/shards", Shards).workers
+        check_shards(policy.served_shapes(), workers)
+        return workers
 
     def verify(self, policy: Publishable, version: int, echoed_version: int, adapter: str | None = None) -> Verified:
         """Verify an engine that serves the new weights. Without a canary the result is pending until `settle`."""

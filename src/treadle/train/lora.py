@@ -104,6 +104,11 @@ def merged_weights(adapted: PeftModel) -> Iterator[tuple[str, Tensor]]:
         yield f"{name}.weight", (weight.float() + layer.get_delta_weight(ADAPTER)).to(weight.dtype)
 
 
+def merged_names(adapted: PeftModel) -> list[str]:
+    """Names of `merged_weights`, in the same order."""
+    return [f"{name}.weight" for name, _ in _adapted_layers(adapted)]
+
+
 class ServedAdapter:
     """The adapters in the engine's number format, with B multiplied by the scale."""
 

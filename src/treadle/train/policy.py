@@ -169,6 +169,14 @@ class Policy:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # they are read next by another process
 
+    def served_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """In the order of `served_weights`."""
+        from treadle.train.lora import merged_names
+
+        merged = [] if self.adapter is None else merged_names(self.adapter)
+        names = dict.fromkeys([*merged, *self._detached])
+        return [(name, tuple(self._detached[name].shape)) for name in names]
+
     @torch.no_grad()
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights that an engine serves, by name: whole, and with adapters merged, one at a time."""

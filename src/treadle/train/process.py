@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
@@ -16,7 +17,7 @@ from treadle.net.address import shown_url
 from treadle.sync.layout import Layout
 from treadle.sync.model_folders import local_folder
 from treadle.sync.modes import choose_sync
-from treadle.sync.protocol import AttachedModel, Publishable, PublishResult, SyncMode
+from treadle.sync.protocol import AttachedModel, EngineLink, Publishable, PublishResult, SyncMode
 from treadle.sync.verify import check_saved_weights
 from treadle.track import Tracker, build_tracker
 from treadle.track.files import HEALTH_FILE, TOKENS_FOLDER, HealthFile
@@ -31,6 +32,7 @@ from treadle.train.ranks import Ranks, join_ranks
 from treadle.train.stop import StopRequested, StopSwitch
 from treadle.watch.waits import Waits, WaitSpec
 from treadle.watch.watchdog import ProcessFacts, Watchdog
+from treadle.wire.bridge import ReloadWeights, Updated
 from treadle.wire.hub import RegisterTrainer, Trackers, WorkReport
 
 LOADING_S = 900.0
@@ -121,7 +123,7 @@ def run_trainer(config: TrainConfig) -> None:
     config = config.on_device(gpu=choose_device(config.device).type == "cuda")
     waits = Waits()
     mode = WatchedSync(choose_sync(config), waits, config)
-    name = "trainer" if ranks.size == 1 else f"trainer {ranks.rank}"
+    name = f"trainer-{ranks.rank}" if ranks.rank else "trainer"  # as treadle run calls its process
     progress = TrainerProgress(mode, stop.check)
     with Watchdog("trainer", name, waits, config.hub_url, progress.about):
         try:
@@ -154,6 +156,8 @@ def _train(
     if ranks.size == 1:  # sharded layers are compiled differently
         _compile_while_engine_loads(config, progress)
     engine = mode.attach()
+    if ranks.leads and engine.layout is not None and not config.mode.adapters:
+        engine = _with_untrained_weights(engine, engine.layout, mode, config)
     # The sync mode decides where the live weights are; rank 0 alone publishes them.
     with report_loading(progress.loads):
         policy = build_policy(engine, config, ranks)
@@ -162,7 +166,7 @@ def _train(
     checkpoints = Checkpoints(config.save_path, engine.folder, config.keep_checkpoints, ranks)
     restored = checkpoints.restore(policy, optimizer)
     has_frozen_base = policy.is_the_engines and policy.adapter is not None
-    if engine.layout is not None and restored.step == 0 and not has_frozen_base:
+    if ranks.leads and engine.layout is not None and restored.step == 0 and not has_frozen_base:
         _check_untrained(engine.layout)
     if policy.is_the_engines and (restored.step == 0 or has_frozen_base):
         weights = ((name, weight.detach()) for name, weight in policy.weights.items())
@@ -217,6 +221,23 @@ def _compile_while_engine_loads(config: TrainConfig, progress: TrainerProgress) 
 
 def open_tracker(config: TrainConfig) -> Tracker:
     return build_tracker(config, config.metrics_path, without_secrets(config.model_dump(mode="json")))
+
+
+def _with_untrained_weights(
+    engine: AttachedModel, layout: Layout, mode: WatchedSync, config: TrainConfig
+) -> AttachedModel:
+    """A trainer that was killed before its first checkpoint leaves weights in the engine: without a checkpoint, the
+    engine loads those of its model again. It refuses that to the trainer of another run."""
+    is_untouched = layout.policy_version in (None, 0) and not layout.is_held
+    if is_untouched or _has_checkpoint(config.save_path):
+        return engine
+    log.warning("engine_reset", version=layout.policy_version, reason="there is no checkpoint to continue from")
+    EngineLink.of_trainer(config).post("/reload_weights", ReloadWeights(policy_version=0), Updated)
+    return mode.attach()
+
+
+def _has_checkpoint(save_path: Path) -> bool:
+    return any(not folder.name.startswith(".") for folder in save_path.glob("*step_*"))
 
 
 def _check_untrained(layout: Layout) -> None:

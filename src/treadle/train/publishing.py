@@ -40,7 +40,11 @@ class LeadingPolicy:
         self._policy = policy
         self.vocab_size = policy.vocab_size
         self.dtype: torch.dtype = policy.dtype
+        self.device: torch.device = policy.device
         self.serves_copies = policy.serves_copies
+
+    def served_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        return self._policy.served_shapes()
 
     def write_live_weights(self) -> None:
         self._announce("write_live_weights")

@@ -47,7 +47,7 @@ class BridgeState(msgspec.Struct, kw_only=True):
     held_s: float = 0.0  # resumed, adopted: for how long no token was sampled
 
 
-class BridgeInfo(msgspec.Struct, kw_only=True):
+class BridgeInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     """GET /bridge/info."""
 
     enabled: bool
@@ -66,12 +66,28 @@ class BridgeInfo(msgspec.Struct, kw_only=True):
     max_model_len: int
     max_num_seqs: int
     adapter_root: str  # the folder from which adapters and weights are loaded
+    num_workers: int = 1  # processes that have a part of the weights each (tensor parallel)
+
+
+class WeightPart(msgspec.Struct, frozen=True, array_like=True):
+    """`length` rows (dim 0) or columns (dim 1) of a weight, from `start`; [0, 0, rows] is all of it."""
+
+    dim: int
+    start: int
+    length: int
+
+
+class Shards(msgspec.Struct, kw_only=True):
+    """GET /bridge/shards: for each worker, by rank, its part of each weight; empty if one process has all weights."""
+
+    workers: list[dict[str, WeightPart]]
 
 
 class AskFingerprints(msgspec.Struct, kw_only=True):
     """POST /bridge/fingerprints: of which version; with every version another part of each weight is read
     (sync/fingerprint.py). With an adapter: of its matrices (`MODULE.lora_A`, `MODULE.lora_B`), in the engine's number
-    format, B times the adapter's scale."""
+    format, B times the adapter's scale. Of an engine with several workers: of each worker's part of each weight, named
+    `WEIGHT on worker 0 of 2`."""
 
     policy_version: Version
     adapter: Name | None = None
@@ -112,9 +128,10 @@ TimeoutS = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Shape = Annotated[tuple[int, ...], msgspec.Meta(max_length=16)]
 
 
-class JoinGroup(msgspec.Struct, kw_only=True):
+class JoinGroup(msgspec.Struct, kw_only=True, omit_defaults=True):
     """POST /bridge/join: form a process group with a trainer, for broadcasts of these weights; it takes the place of an
-    earlier one. Answered when the group is formed; weights that are not the engine's are refused by name before."""
+    earlier one. Answered when the group is formed; weights that are not the engine's are refused by name before. The
+    trainer has rank 0, the engine's workers the ranks from `first_rank` on."""
 
     group: Name  # chosen by the trainer; no two are the same
     host: Name  # where the trainer's store listens, for the two to learn of each other
@@ -125,6 +142,8 @@ class JoinGroup(msgspec.Struct, kw_only=True):
     weights: Annotated[list[tuple[FilePath, Shape]], msgspec.Meta(max_length=2**20)]
     bucket_bytes: Annotated[int, msgspec.Meta(ge=1 << 10, le=1 << 34)]  # that are sent at a time
     timeout_s: TimeoutS  # for forming it, and for each broadcast
+    num_ranks: Annotated[int, msgspec.Meta(ge=2, le=4096)] = 2  # processes in the group
+    first_rank: Annotated[int, msgspec.Meta(ge=1, le=4095)] = 1
 
 
 class Joined(msgspec.Struct, kw_only=True):

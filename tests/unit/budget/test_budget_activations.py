@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from treadle.budget.estimate import backward_bytes, kept_bytes, kept_per_layer, logits_bytes
+from treadle.budget.activations import backward_bytes, kept_bytes, kept_per_layer, logits_bytes
 from treadle.budget.job import PlannedJob
 from treadle.budget.shapes import ModelShape
 

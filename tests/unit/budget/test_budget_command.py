@@ -16,7 +16,7 @@ from treadle import support
 from treadle.budget.command import show_what_fits
 from treadle.cli import main
 from treadle.config import load_run
-from treadle.errors import ConfigError
+from treadle.gpus import Gpu
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -87,7 +87,8 @@ def test_the_runs_own_settings_are_read(capsys: pytest.CaptureFixture[str], tmp_
         ("--gpu h100", "single-copy", 1),
         ("--gpu h100 --train.use-shared-memory", "two-copies", 2),
         ("--gpu h100 --train.epochs 2", "two-copies", 2),
-        ("--gpu h100 --train-gpus 3", "two-copies", 2),
+        ("--gpu h100 --engine-gpus 1", "two-copies", 1),
+        ("--gpu h100 --engine-gpus 1 --train.lora", "lora", 1),
         ("--gpu h100 --train.lora", "lora", 2),
         ("--gpu h100 --train.weight-bridge-mode offline", "none", 2),
     ],
@@ -120,13 +121,48 @@ def test_a_rollout_longer_than_a_micro_is_planned_whole(capsys: pytest.CaptureFi
 
 
 def test_several_gpus_have_places_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--model Qwen2.5-72B --gpu h100 --train-gpus 2 --engine-gpus 4 --train.weight-bridge-mode lora_only --json"
+    words = "--model Qwen2.5-72B --cards 6xh100 --engine-gpus 4 --train.weight-bridge-mode lora_only --json"
     code, printed, _ = plan(capsys, *words.split())
     answer = json.loads(printed)
     assert code == 1
     assert answer["mode"] == "lora"
+    assert answer["layout"]["engine"] == [0, 1, 2, 3]
+    assert answer["layout"]["trainer"] == [4, 5]
     assert [place["name"] for place in answer["places"]] == ["trainer GPU", "engine GPU", "host"]
     assert [place["verdict"] for place in answer["places"]] == ["does not fit", "fits", "not known"]
+
+
+def test_the_cards_of_a_machine_are_laid_out_and_the_command_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--cards 8xh100 --model Qwen3-14B --train.micro-tokens 4096"
+    code, printed, _ = plan(capsys, *words.split())
+    assert code == 0
+    assert "GPU 0  engine          76.7 GB of 84.9 GB  fits" in printed
+    assert "GPU 7  trainer rank 6  80.5 GB of 84.9 GB  fits" in printed
+    assert "1 GPU holds the weights (29.5 GB) and 32 sequences; the other 7 train together" in printed
+    command = "treadle run --model Qwen3-14B --train.micro-tokens 4096 --engine.gpus 0 --train.gpus 1-7"
+    assert command in printed.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("words", "engine", "trainer"),
+    [
+        ("--cards h100 --model Qwen3-4B", 0, 1),
+        ("--cards 2xh100 --model Qwen3-4B", 1, 1),
+        ("--cards 8xh100 --model Qwen3-4B --train.single-copy true", 0, 1),
+        ("--cards 6xh100 --model Qwen2.5-72B", 2, 4),
+        ("--cards 8xh100 --model Qwen2.5-72B", 4, 4),
+        ("--cards 8x192gb --model Qwen2.5-72B", 1, 7),
+        ("--cards 8xh100 --model Qwen2.5-72B --engine.gpus 0-3 --train.gpus 4-5", 4, 2),
+        ("--cards 4xh100 --model Qwen3-8B --train.ranks 2", 1, 2),
+        ("--gpu h100 --model Qwen3-8B --train-gpus 5", 1, 5),
+        ("--cards 4xh100 --model Qwen3-4B --engine-url http://gpu-7:9001 --train.ranks 4", 1, 4),
+    ],
+)
+def test_engine_and_trainer_get_gpus(words: str, engine: int, trainer: int, capsys: pytest.CaptureFixture[str]) -> None:
+    _, printed, _ = plan(capsys, *words.split(), "--json")
+    answer = json.loads(printed)
+    has_own = len(answer["places"]) == 3
+    assert (len(answer["layout"]["engine"]) if has_own else 0, len(answer["layout"]["trainer"])) == (engine, trainer)
 
 
 def test_a_size_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,7 +191,17 @@ def test_a_size_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
         (("--gpu", "h100", "--train.optimizer", "sgd"), "train.optimizer", "correct --train.optimizer"),
         (("--gpu", "h100", "--prompt-tokens", "0"), "is no length", "--prompt-tokens 512"),
         (("--optimizer", "adamw"), "unknown flag --optimizer", "did you mean '--train.optimizer'?"),
-        (("--gpu", "h100", "--engine-gpus", "2"), "takes adapters only", "--train.weight-bridge-mode lora_only"),
+        (("--model", "Qwen3-4B", "--gpu", "h100", "--engine-gpus", "3"), "cannot be divided among 3", "--engine-gpus"),
+        (("--cards", "2xh100", "--train.ranks", "2", "--engine-gpus", "1"), "need 3 GPUs", "fewer trainer ranks"),
+        (
+            (
+                "--cards",
+                "0xh100",
+            ),
+            "is no number of GPUs",
+            "8xh100",
+        ),
+        (("--gpu", "h100", "--train-gpus", "3", "--train.replicas", "2"), "into 2 replicas", "--train.replicas"),
         (("--gpu", "h100", "--engine.tp", "2", "--engine-gpus", "4"), "contradict each other", "only one of them"),
         (("--gpu", "h100", "--env.group-size", "9"), "no multiple of env.group_size 9", "change one of them"),
         (("--gpu", "h100", "--train.single-copy", "--train-gpus", "2"), "single_copy cannot be with", ""),
@@ -171,15 +217,6 @@ def test_wrong_input_dies_with_a_remedy(
     assert remedy in complained
 
 
-def test_plan_and_run_refuse_a_full_fine_tune_with_a_split_engine_alike(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--engine.tensor-parallel-size", "2", "--model", "Qwen3-4B")
-    _, _, complained = plan(capsys, "--gpu", "h100", *words)
-    with pytest.raises(ConfigError) as refused:
-        load_run(None, {"engine.tensor_parallel_size": "2"}).check_together()
-    assert refused.value.message in complained
-    load_run(None, {"engine.tensor_parallel_size": "2", "train.weight_bridge_mode": "lora_only"}).check_together()
-
-
 QUESTIONS = (
     "--train.device cpu --host-memory-gb 16",
     "--model Llama-3.1-8B --gpu h100",
@@ -191,6 +228,8 @@ QUESTIONS = (
     "--model Qwen3-14B --gpu h100 --train-gpus 5 --engine-gpus 1",
     "--model Qwen3-0.6B --gpu h100 --train.ranks 2 --train.device cuda:0 --config configs/gsm8k.toml",
     "--model Qwen3-8B --gpu h100 --train-gpus 2 --engine-gpus 2 --train.weight-bridge-mode lora_only",
+    "--model Qwen3-14B --cards 8xh100",
+    "--model Qwen2.5-72B --gpu h100 --train-gpus 2 --engine-gpus 4",
     "--model Qwen3-0.6B --gpu h100 --mode two-copies --engine.gpu-memory-utilization 0.3",
     "--model Qwen3-1.7B --gpu h100 --engine.gpu-memory-utilization 0.9",
     "--model Qwen3-0.6B --gpu h100 --mode none --hub-url http://127.0.0.1:8000",
@@ -203,30 +242,21 @@ def test_every_command_that_plan_prints_is_taken(question: str, tmp_path: Path, 
     doc_commands.places(tmp_path, monkeypatch)
     asked = shlex.split(question)
     answer = json.loads(plan(capsys, *asked, "--json")[1])
-    commands = [*answer["commands"], *(command for offer in answer["suggestions"] for command in offer["commands"])]
-    assert commands
+    commands = [answer["command"], *(offer["command"] for offer in answer["suggestions"])]
+    assert any(commands)
     shown = plan(capsys, *asked)[1].splitlines()
-    assert set(answer["commands"]) <= set(shown)  # whole lines, to be copied
-    for command in commands:
-        words = [word for word in shlex.split(command) if not word.startswith("CUDA_VISIBLE_DEVICES=")]
-        parsed = doc_commands.treadle_words(words)
+    assert answer["command"] in shown  # a whole line, to be copied
+    for command in filter(None, commands):
+        parsed = doc_commands.treadle_words(shlex.split(command))
         assert parsed is not None, command
         code, output = doc_commands.parse(parsed, monkeypatch, capsys)
         assert not code, (command, output)
-        assert "--ranks" not in command  # torchrun says how many there are
+    any_number = [word.replace("8xh100", "h100") for word in asked]  # a suggestion may need more GPUs
     for offer in answer["suggestions"]:
-        code, printed, complained = plan(capsys, *asked, *shlex.split(offer["flags"]), "--json")
+        words = any_number if "--engine.gpus" in offer["flags"] else asked
+        code, printed, complained = plan(capsys, *words, *shlex.split(offer["flags"]), "--json")
         assert code == 0, (offer, complained)
         assert json.loads(printed)["verdict"] == offer["verdict"]
-
-
-def test_an_engine_started_by_hand_is_quantized_as_the_trainers_base(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--model Qwen3-0.6B --gpu h100 --train-gpus 2 --engine-gpus 1 --train.weight-bridge-mode lora_only"
-    for more, flag in (("", ""), (" --train.quantization nf4", "--quantization nf4")):
-        commands = json.loads(plan(capsys, *f"{words}{more} --json".split())[1])["commands"]
-        engine = next(command for command in commands if "treadle engine" in command)
-        assert ("--quantization" in engine) == bool(flag)
-        assert flag in engine
 
 
 def test_a_plan_counts_with_the_defaults_of_its_task(capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,10 +279,10 @@ def test_no_word_of_a_plan_is_cut_off_on_a_narrow_terminal(
 
 
 def shown_after(
-    monkeypatch: pytest.MonkeyPatch, model: str, gpu: tuple[str, int] | None, *, of_host: bool = False, **settings: str
+    monkeypatch: pytest.MonkeyPatch, model: str, gpus: tuple[Gpu, ...], *, of_host: bool = False, **settings: str
 ) -> str:
-    monkeypatch.setattr("treadle.budget.command.find_gpu", lambda: gpu)
-    monkeypatch.setattr("treadle.budget.command.host_memory", lambda: 64 * 2**30)
+    monkeypatch.setattr("treadle.budget.request.find_gpus", lambda _: gpus)
+    monkeypatch.setattr("treadle.budget.request.host_memory", lambda: 64 * 2**30)
     console = Console(record=True, width=120, file=io.StringIO())
     dotted = {key.replace("__", "."): value for key, value in settings.items()}
     show_what_fits(load_run(None, {"model": model, **dotted}), console, of_host=of_host)
@@ -269,30 +299,29 @@ def total(shown: str) -> float:
     return float(re.findall(r"^total +([0-9.]+) GB", shown, re.MULTILINE)[0])
 
 
-H200 = ("H200", 139 * 2**30)
+H200 = (Gpu("H200", 139 * 2**30),)
 
 
 def test_after_a_run_that_did_not_fit_flags_that_fit_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = shown_after(monkeypatch, "Qwen3-1.7B", ("H100", 79 * 2**30))
+    shown = shown_after(monkeypatch, "Qwen3-1.7B", (Gpu("H100", 79 * 2**30),))
     assert "does not fit: 19.3 GB too much" in shown
     assert "--train.micro-tokens 8192" in shown
-    assert "--train-gpus" not in shown  # that is no flag of a run
     assert "there is room" not in shown
 
 
 @pytest.mark.parametrize("has_vllm", [False, True])
-@pytest.mark.parametrize(("gpu", "place"), [(None, "host"), (H200, "trainer GPU")])
+@pytest.mark.parametrize(("gpus", "place"), [((), "host"), (H200, "trainer GPU")])
 def test_after_a_run_whose_plan_fits_flags_with_a_quarter_less_are_shown(
-    monkeypatch: pytest.MonkeyPatch, gpu: tuple[str, int] | None, place: str, has_vllm: bool
+    monkeypatch: pytest.MonkeyPatch, gpus: tuple[Gpu, ...], place: str, has_vllm: bool
 ) -> None:
-    monkeypatch.setattr("treadle.budget.command.has_vllm", lambda _: has_vllm and gpu is not None)
-    shown = shown_after(monkeypatch, "Qwen3-0.6B", gpu)
+    monkeypatch.setattr("treadle.budget.request.has_vllm", lambda _: has_vllm and bool(gpus))
+    shown = shown_after(monkeypatch, "Qwen3-0.6B", gpus)
     assert "By this plan there is room" in shown
     sizes = offered(shown, place)
     assert len(sizes) > 1
     assert max(sizes) <= 0.755 * total(shown)
     assert "as it is" not in shown
-    assert ("--engine.gpu-memory-utilization" in shown) == (has_vllm and gpu is not None)
+    assert ("--engine.gpu-memory-utilization" in shown) == (has_vllm and bool(gpus))
 
 
 def test_after_a_process_was_killed_flags_need_less_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,18 +339,21 @@ def test_completions_longer_than_the_defaults_are_planned_in_full(monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "title"),
     [
-        {"engine__tensor_parallel_size": "2", "train__weight_bridge_mode": "lora_only"},
-        {"engine__device": "cuda:1"},
-        {"engine_url": "http://gpu-7:9001"},
+        ({"engine__tensor_parallel_size": "2", "train__weight_bridge_mode": "lora_only"}, "each of GPUs 0-1: a worker"),
+        ({"engine__device": "cuda:1"}, "GPU 1: the engine"),
+        ({"engine__gpus": "1-2", "train__gpus": "0", "train__use_shared_memory": "true"}, "each of GPUs 1-2: a worker"),
+        ({"engine_url": "http://gpu-7:9001"}, ": the engine"),
     ],
 )
-def test_an_engine_on_other_cards_is_planned_there(monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]) -> None:
-    shown = shown_after(monkeypatch, "Qwen3-0.6B", H200, **settings)
-    assert "engine GPU" in shown
+def test_an_engine_on_other_cards_is_planned_there(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], title: str
+) -> None:
+    shown = shown_after(monkeypatch, "Qwen3-0.6B", 3 * H200, **settings)
+    assert title in shown
     assert "with the engine" not in shown
 
 
 def test_a_model_of_unknown_shape_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shown_after(monkeypatch, "somebody/something", None).startswith("no plan of its memory: the shape of")
+    assert shown_after(monkeypatch, "somebody/something", ()).startswith("no plan of its memory: the shape of")

@@ -132,28 +132,73 @@ def test_some_layers_only() -> None:
     assert place.find("output layer's gradient") == 0
 
 
-def test_trainer_gpus_divide_the_optimizer_and_nothing_else() -> None:
-    one = trainer_gpu(PlannedJob(LLAMA_8B, mode="two-copies"))
-    four = trainer_gpu(PlannedJob(LLAMA_8B, mode="two-copies", train_gpus=4))
-    for name in ("masters", "optimizer moments"):
+def test_ranks_share_weights_gradients_and_optimizer_and_nothing_else() -> None:
+    one = trainer_gpu(PlannedJob(LLAMA_8B, engine_gpus=1))
+    four = trainer_gpu(PlannedJob(LLAMA_8B, engine_gpus=1, train_gpus=4))
+    for name in ("weights", "gradients", "masters", "optimizer moments"):
         assert four.find(name) == one.find(name) / 4
-    for name in ("weights", "gradients", "activations", "output layer's gradient", "a layer's gradients"):
+    for name in ("activations", "backward of a layer", "logits"):
         assert four.find(name) == one.find(name) > 0
-    for name in ("engine's weights", "KV cache"):  # the engine is on the first of them
-        assert four.find(name) == one.find(name) > 0
+    # 32 layers of 218 M parameters; embeddings, output layer and last norm of 1.05 B.
+    assert LLAMA_8B.num_layer_params == 218_112_000
+    assert four.find("whole layers") == 2 * 2 * 218_112_000
+    assert four.find("whole embeddings") == 2 * (2 * 128_256 * 4096 + 4096)
+    assert four.find("a layer's gradients") == (2 + 4) * 218_112_000
+    assert four.find("embeddings' gradients") == (2 + 4) * (2 * 128_256 * 4096 + 4096)
 
 
-def test_the_states_of_one_parameter_stay_on_one_gpu() -> None:
-    place = trainer_gpu(PlannedJob(LLAMA_8B, mode="two-copies", train_gpus=32))
-    assert place.find("masters") == 4 * 128_256 * 4096  # the embedding's, more than a part of 32
+def test_the_sum_of_the_embeddings_gradients_is_a_moment_of_its_own() -> None:
+    """After the backward pass: activations are gone, and embeddings and output layer are whole with their gradients."""
+    job = PlannedJob(LLAMA_8B, engine_gpus=1, train_gpus=4, is_checkpointed=True, micro_tokens=2048)
+    pool = trainer_gpu(job)
+    assert pool.peak_moment == "reduce"
+    kept = pool.find("weights") + pool.find("gradients") + pool.find("masters") + pool.find("optimizer moments")
+    assert kept == 18 * NUM_8B / 4
+    outer = 2 * 128_256 * 4096 + 4096
+    beside = pool.find("CUDA context") + pool.find("fragmentation")
+    assert pool.peak - beside == kept + (2 + 2 + 4) * outer
 
 
-def test_with_host_offload_every_process_has_gradients_of_its_own() -> None:
-    one, two = (
-        pool_of(estimate(PlannedJob(LLAMA_8B, optimizer="adamw_cpu", train_gpus=n), H100), HOST) for n in (1, 2)
-    )
-    assert two.find("gradients") == 2 * one.find("gradients") == 8 * NUM_8B
-    assert two.find("masters and moments") == one.find("masters and moments") == 12 * NUM_8B
+def test_zero2_keeps_all_weights_whole_from_forward_to_backward() -> None:
+    pool = trainer_gpu(PlannedJob(LLAMA_8B, engine_gpus=1, train_gpus=4, shard="zero2"))
+    assert pool.find("whole weights") == 2 * NUM_8B
+    assert pool.find("weights") == 2 * NUM_8B / 4
+    assert pool.find("whole layers") == 0
+
+
+def test_replicas_share_less() -> None:
+    pool = trainer_gpu(PlannedJob(LLAMA_8B, engine_gpus=1, train_gpus=8, replicas=2))
+    assert pool.find("masters") == 4 * NUM_8B / 4
+
+
+def test_offloaded_weights_leave_the_card_what_computes() -> None:
+    job = PlannedJob(LLAMA_8B, engine_gpus=1, train_gpus=4, offloads_weights=True, optimizer="adamw_cpu")
+    budget = estimate(job, H100)
+    gpu, host = pool_of(budget, TRAINER_GPU), pool_of(budget, HOST)
+    for name in ("weights", "gradients", "masters", "optimizer moments"):
+        assert gpu.find(name) == 0
+    assert gpu.find("whole layers") > 0
+    assert host.find("weights") == host.find("new gradients") == 2 * NUM_8B
+    assert host.find("gradients") + host.find("masters and moments") == 16 * NUM_8B  # of all ranks together
+    assert host.find("checkpoint") == 4 * 128_256 * 4096
+
+
+def test_muon_puts_one_matrix_together_while_it_steps() -> None:
+    pool = trainer_gpu(PlannedJob(LLAMA_8B, engine_gpus=1, train_gpus=4, optimizer="muon"))
+    assert pool.find("whole matrix") == 2 * 4096 * 14_336
+
+
+def test_the_ranks_of_lora_share_the_frozen_model() -> None:
+    pool = trainer_gpu(PlannedJob(LLAMA_8B, mode="lora", lora=True, engine_gpus=1, train_gpus=2))
+    assert pool.find("weights") == NUM_8B
+    assert pool.find("adapters") == 4 * 6_815_744 / 2
+    assert pool.find("a layer's gradients") == pool.find("embeddings' gradients") == 0
+
+
+def test_a_publish_needs_a_whole_weight_and_a_bucket() -> None:
+    budget = estimate(PlannedJob(LLAMA_8B, engine_gpus=1, train_gpus=2), H100)
+    assert pool_of(budget, TRAINER_GPU).find("publishing") == 2 * 128_256 * 4096 + 256 * 2**20
+    assert pool_of(budget, ENGINE_GPU).find("publishing") == 256 * 2**20
 
 
 def test_engine_gpus_of_their_own_take_the_engine_away_from_the_trainer() -> None:
@@ -165,7 +210,7 @@ def test_engine_gpus_of_their_own_take_the_engine_away_from_the_trainer() -> Non
 
 
 def test_kv_heads_are_not_divided_below_one() -> None:
-    job = PlannedJob(LLAMA_8B, mode="lora", weight_mode="lora_only", lora=True, engine_gpus=16)
+    job = PlannedJob(LLAMA_8B, engine_gpus=16)  # 8 KV heads
     assert kv_bytes_per_token(job) == 2 * 32 * 1 * 128 * 2
 
 
@@ -224,7 +269,8 @@ def test_the_default_job_on_a_cpu_is_predicted_within_15_per_cent() -> None:
         ({"mode": "single-copy", "engine_gpus": 1}, "the same, single GPU"),
         ({"lora": True}, "do not go together"),
         ({"mode": "lora", "weight_mode": "lora_only", "lora": True, "engine_gpus": 3}, "cannot be divided among 3"),
-        ({"mode": "two-copies", "engine_gpus": 2}, "split over 2 GPUs .* takes adapters only"),
+        ({"train_gpus": 2}, "need GPUs of their own"),
+        ({"train_gpus": 3, "engine_gpus": 1, "replicas": 2}, "cannot be divided into 2 replicas"),
         ({"train_layers": (32,)}, "layers from 0 to 31"),
         ({"mode": "lora", "lora": True, "lora_targets": ("qkv",)}, "no linear layer 'qkv'"),
         ({"gpu_memory_utilization": 90.0}, "no share of a GPU"),

@@ -116,7 +116,7 @@ def test_an_old_command_line_gets_as_far_as_the_trainer():
     ("settings", "words"),
     [
         ({"train.train_layer_indices": "5-2"}, "counts backwards"),
-        ({"train.train_layer_indices": "a"}, "no list of layers"),
+        ({"train.train_layer_indices": "a"}, "no list of numbers"),
         ({"train.importance_cap": "2"}, "set old_logprobs to trainer"),
         ({"train.objective": "ppo"}, "objective"),
         ({"train.clip_low": "1.5"}, "clip_low"),

@@ -9,7 +9,7 @@ import pytest
 from test_launch_replay import started_runs, treadle  # noqa: F401
 
 from treadle import support
-from treadle.budget import command
+from treadle.budget import command, request
 from treadle.budget.command import _value_before
 from treadle.config import RunConfig, load_run
 from treadle.launch.folder import newest_run
@@ -23,8 +23,8 @@ def machine(monkeypatch: pytest.MonkeyPatch):
     """A CPU machine with this much memory."""
 
     def with_gb(size: float) -> None:
-        monkeypatch.setattr(command, "find_gpu", lambda: None)
-        monkeypatch.setattr(command, "host_memory", lambda: round(size * 1e9))
+        monkeypatch.setattr(request, "find_gpus", lambda _: ())
+        monkeypatch.setattr(request, "host_memory", lambda: round(size * 1e9))
 
     monkeypatch.setattr(support, "processor_flags", lambda: frozenset({"amx_bf16"}))
     return with_gb

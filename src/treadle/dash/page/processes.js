@@ -41,7 +41,7 @@ export class Processes {
   drawTable() {
     const { processes, logs } = this.now, reports = [...this.reports];
     const rows = processes.map((one) => {
-      const place = reports.findIndex(({ report }) => report.kind === one.name && (one.pid === null || report.pid === one.pid));
+      const place = reports.findIndex(({ report }) => (one.pid === null ? report.kind === one.name : report.pid === one.pid && one.name.split("-")[0] === report.kind));
       const standing = place < 0 ? null : reports.splice(place, 1)[0];
       return this.row(one, standing, logs.includes(one.name));
     });

@@ -63,6 +63,7 @@ class BridgeRoutes:
         reads = {
             "/bridge/info": self.info,
             "/bridge/state_dict_info": self.state_dict_info,
+            "/bridge/shards": self.shards,
             "/bridge/is_paused": self.is_paused,
             "/bridge/is_sleeping": self.is_sleeping,
             "/bridge/debug": self.debug,
@@ -155,8 +156,12 @@ class BridgeRoutes:
                 max_model_len=facts.max_model_len,
                 max_num_seqs=facts.max_num_seqs,
                 adapter_root=str(self._context.adapter_root),
+                num_workers=facts.num_workers,
             )
         )
+
+    async def shards(self, _: HttpRequest) -> Response:
+        return json_answer(await self._engine.shards())
 
     async def state_dict_info(self, _: HttpRequest) -> Response:
         layout = await self._engine.layout()

@@ -17,6 +17,7 @@ from treadle.engines.vllm.server_process import ServerProcess
 from treadle.engines.weight_updates import WeightUpdateState, check_group
 from treadle.errors import EngineError, RequestError
 from treadle.net.client import OK, BadStatus, HttpAnswer, NoAnswer, PooledHttpClient
+from treadle.sync.shards import worker_name
 from treadle.wire.bridge import Adopt, JoinGroup, Received, ReceiveWeights
 
 CALL_TIMEOUT_S = 120.0
@@ -60,8 +61,17 @@ class VllmClient:
         return msgspec.json.decode(answer.content) if "json" in answer.header("content-type") else answer.text
 
     async def rpc(self, method: str, *, within_s: float = CALL_TIMEOUT_S, **kwargs: Any) -> Any:
-        """Call a method of all workers; a refusal (weights that do not fit, for example) is a RequestError."""
-        return common_answer(method, await self.call("/treadle/rpc", {"method": method, "kwargs": kwargs}, within_s))
+        """Call a method of all workers, which must answer alike; a refusal (weights that do not fit, for example) is a
+        RequestError."""
+        return common_answer(method, await self._call_workers(method, within_s, kwargs))
+
+    async def rpc_each(self, method: str, *, within_s: float = CALL_TIMEOUT_S, **kwargs: Any) -> list[Any]:
+        """The same, for a method about each worker's part of the weights; the answers are listed by rank."""
+        return checked_answers(method, await self._call_workers(method, within_s, kwargs))
+
+    async def _call_workers(self, method: str, within_s: float, kwargs: dict[str, Any]) -> list[Any]:
+        answers: list[Any] = await self.call("/treadle/rpc", {"method": method, "kwargs": kwargs}, within_s)
+        return answers
 
     async def load(self) -> VllmLoad:
         """How busy vLLM is, or why it cannot generate."""
@@ -109,14 +119,19 @@ class VllmClient:
         return EngineError(reason, fix="its log says why; POST /bridge/restart or start the engine again")
 
 
-def common_answer(method: str, answers: list[Any]) -> Any:
-    """The common answer of all workers, each of which has a part of the model; they are listed by rank.
-
-    >>> common_answer("treadle_synchronize", [None, None])
-    """
+def checked_answers(method: str, answers: list[Any]) -> list[Any]:
     raise_worker_errors(answers)
     if not answers:
         raise EngineError(f"no worker of vLLM answered {method}", fix="its log says more")
+    return answers
+
+
+def common_answer(method: str, answers: list[Any]) -> Any:
+    """The common answer of all workers, listed by rank.
+
+    >>> common_answer("treadle_synchronize", [None, None])
+    """
+    checked_answers(method, answers)
     for rank, answer in enumerate(answers):
         if answer != answers[0]:
             raise EngineError(
@@ -130,7 +145,7 @@ def raise_worker_errors(answers: list[Any]) -> None:
     """Raise the refusal of any worker as a RequestError."""
     for rank, answer in enumerate(answers):
         if isinstance(answer, dict) and "error" in answer:
-            where = f"worker {rank} of {len(answers)}: " if len(answers) > 1 else ""
+            where = f"{worker_name(rank, len(answers))}: " if len(answers) > 1 else ""
             raise RequestError(where + answer["error"], fix=answer["fix"])
 
 
@@ -151,7 +166,8 @@ class WeightTransfer:
         check_group(self._group, body.group)  # nothing is written yet
         self.update.begin()
         try:
-            plain = await client.rpc("treadle_receive", within_s=2 * body.timeout_s + MARGIN_S, group=body.group)
+            within_s = 2 * body.timeout_s + MARGIN_S
+            plain = await client.rpc_each("treadle_receive", within_s=within_s, group=body.group)
         except RequestError as error:  # from the worker: it has stopped receiving
             self.update.fail(error.message)
             raise EngineError(error.message, fix=error.fix) from None
@@ -159,7 +175,8 @@ class WeightTransfer:
             self.mark_damaged(f"weights of a broadcast were taken over in part, or may yet be: {error.message}")
             raise
         self.update.received()
-        return msgspec.convert(plain, Received)
+        received = msgspec.convert(plain, list[Received])
+        return max(received, key=lambda answer: answer.seconds)  # all received the same buckets
 
     async def wait_for_write(self, client: VllmClient, gate: Path, order: Adopt) -> float:
         """Wait until the trainer has written the shared weights. After a RequestError, nothing was written."""

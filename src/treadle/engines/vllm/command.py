@@ -7,10 +7,11 @@ rest is pure. No torch here: `treadle plan` and `treadle doctor` import this mod
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -64,6 +65,7 @@ _NOT_PASSED = {
     "--root-path": "put a proxy before the engine",
     "--api-key": "--token-file FILE is the engine's own",
     "--served-model-name": "it is a flag of the engine's own: give it outside of --vllm-args",
+    "--tensor-parallel-size": "it is a flag of the engine's own: give it outside of --vllm-args",
     "--dtype": "it is a flag of the engine's own: give it outside of --vllm-args",
     "--logprobs-mode": "logprobs are those of the distribution that was sampled from, which training needs",
     "--chat-template": "save the template with the model, as chat_template.jinja",
@@ -217,8 +219,7 @@ def check_supported(config: EngineConfig, model: CheckpointFacts, vllm: Installa
         raise ConfigError(
             f"vLLM computes with the quantization {config.quantization} on GPUs only", fix="--engine transformers"
         )
-    if config.weights_file is not None:
-        refuse_split_engine(config.tensor_parallel_size, "shared_vllm")
+    refuse_split_engine(config.tensor_parallel_size, shares_memory=config.weights_file is not None)
     if config.enable_lora and serving_dtype(config, model, vllm) == "float32" and not vllm.is_cpu:
         raise ConfigError(
             "vLLM computes adapters on a GPU in bfloat16 or float16 only",
@@ -304,7 +305,11 @@ def _environment(
     if vllm.is_cpu:
         settings["VLLM_CPU_KVCACHE_SPACE"] = inherited.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         if config.threads:
-            settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(config.threads)}
+            threads = max(1, config.threads // config.tensor_parallel_size)
+            settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+        elif config.tensor_parallel_size > 1:
+            binding = bind_workers(allowed_cores(), config.tensor_parallel_size)
+            settings["VLLM_CPU_OMP_THREADS_BIND"] = inherited.get("VLLM_CPU_OMP_THREADS_BIND", binding)
     elif ":" in config.device:
         settings["CUDA_VISIBLE_DEVICES"] = _visible_device(config.device, inherited.get("CUDA_VISIBLE_DEVICES", ""))
     if not vllm.has_flashinfer:
@@ -318,6 +323,25 @@ def _environment(
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
     return {**preset, **kept, **settings}
+
+
+def allowed_cores() -> list[int]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def bind_workers(cores: Sequence[int], num_workers: int) -> str:
+    """Cores of each worker, as VLLM_CPU_OMP_THREADS_BIND. vLLM's own choice needs a NUMA node for each worker.
+
+    >>> bind_workers([0, 1, 2, 3, 4], 2), bind_workers([7], 2)
+    ('0,1|2,3', 'nobind')
+    """
+    share = len(cores) // num_workers
+    if not share:
+        return "nobind"
+    return "|".join(",".join(map(str, cores[rank * share : (rank + 1) * share])) for rank in range(num_workers))
 
 
 def _visible_device(device: str, visible: str) -> str:

@@ -56,6 +56,7 @@ ALLOWED_ROUTES = {
 }
 WORKER_METHODS = {
     "treadle_layout",
+    "treadle_shards",
     "treadle_begin_fingerprints",
     "treadle_read_fingerprints",
     "treadle_load_weights",

@@ -272,6 +272,7 @@ def begin_server(
         has_lora=config.enable_lora,
         max_lora_rank=lora_rank(config.max_lora_rank) if config.enable_lora else None,
         quantization=config.quantization,
+        num_workers=config.tensor_parallel_size,
     )
     resources = _allocate_resources(config)
     try:

@@ -6,14 +6,14 @@ that uses the final addresses.
 
 Methods (--worker-extension-cls): results are plain values. A refusal is {"error": ..., "fix": ...}, because an
 exception would lose its `fix` on the way. Weights have their Hugging Face names here, as views of rows of vLLM's fused
-parameters.
+parameters. Each worker of a tensor-parallel vLLM has a part of each weight, and every method runs on all workers.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from treadle.engines.weight_updates import BroadcastReceiver, empty_model, read_
 from treadle.errors import SyncError, TreadleError
 from treadle.sync.fingerprint import FingerprintCache, begin_fingerprints, fingerprints
 from treadle.sync.gate import PublishGate
-from treadle.sync.layout import Layout, Shape, Slice, map_fused, place_slices
+from treadle.sync.layout import Layout, Shape, Slice, Worker, map_fused, place_slices
+from treadle.sync.shards import HeldWeight
 from treadle.sync.shared_memory import share_parameters
 from treadle.wire.bridge import JoinGroup
 
@@ -110,6 +111,11 @@ class TreadleWorker:
         return plain
 
     @_refusals_as_answers
+    def treadle_shards(self) -> Result:
+        """This worker's part of each weight."""
+        return {s.name: msgspec.to_builtins(s.part) for s in _slices(self)}
+
+    @_refusals_as_answers
     def treadle_begin_fingerprints(self, *, policy_version: int) -> Result:
         """Start computing fingerprints without waiting for the GPU.
 
@@ -117,7 +123,8 @@ class TreadleWorker:
         treadle_read_fingerprints is called it is done, or nearly so.
         """
         standing = self.__dict__.setdefault("treadle_standing", FingerprintCache())
-        begun = begin_fingerprints(_weights(self).items(), policy_version, standing)
+        weights = ((name, held.tensor) for name, held in _weights(self).items())
+        begun = begin_fingerprints(weights, policy_version, standing)
         self.__dict__["treadle_begun"] = (policy_version, begun)
         return None
 
@@ -149,7 +156,7 @@ class TreadleWorker:
     @_refusals_as_answers
     def treadle_join(self, *, request: dict[str, Any]) -> Result:
         """Form a process group with a trainer, after checking its weights."""
-        _receiver(self).join(msgspec.convert(request, JoinGroup), _weights(self))
+        _receiver(self).join(msgspec.convert(request, JoinGroup), _weights(self), worker=_position().rank)
         return None
 
     @_refusals_as_answers
@@ -183,22 +190,35 @@ def _receiver(worker: TreadleWorker) -> BroadcastReceiver:
     return receiver
 
 
-def _weights(worker: TreadleWorker) -> dict[str, Tensor]:
+def _weights(worker: TreadleWorker) -> dict[str, HeldWeight]:
     """Views of vLLM's parameters, by Hugging Face name."""
     parameters = dict(worker.get_model().named_parameters())
     for name, parameter in parameters.items():
         if not parameter.is_contiguous() or parameter.dtype != worker.model_config.dtype:
             raise SyncError(f"the engine keeps {name} as {parameter.dtype} in an order of its own")
-    slices = _slices(worker)
-    return {s.name: parameters[s.source].data[s.first_row : s.first_row + s.shape[0]] for s in slices}
+    return {s.name: HeldWeight(_view(parameters, s), s.shape, s.part) for s in _slices(worker)}
+
+
+def _view(parameters: Mapping[str, nn.Parameter], s: Slice) -> Tensor:
+    return parameters[s.source].data[s.first_row : s.first_row + s.part_shape[0]]
+
+
+def _position() -> Worker:
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    return Worker(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
 
 
 def _slices(worker: TreadleWorker) -> tuple[Slice, ...]:
-    model = worker.get_model()
-    served = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    packed = getattr(model, "packed_modules_mapping", {})
-    config = worker.model_config.hf_config
-    return map_fused(_trainer_shapes(str(worker.model_config.model)), served, packed, vocab_size=config.vocab_size)
+    model, config = worker.get_model(), worker.model_config.hf_config
+    return map_fused(
+        _trainer_shapes(str(worker.model_config.model)),
+        {name: tuple(p.shape) for name, p in model.named_parameters()},
+        getattr(model, "packed_modules_mapping", {}),
+        vocab_size=config.vocab_size,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or 0,
+        worker=_position(),
+    )
 
 
 @functools.cache

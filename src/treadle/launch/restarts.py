@@ -1,0 +1,128 @@
+"""Start the trainer ranks again after one has crashed: which ended first, whether to restart, and where ranks meet.
+
+one rank dies ──> its connections close ──> the others end with an error, or are killed after RANKS_END_S
+              ──> all ranks start again from the last checkpoint, at most `max_restarts` times in a run
+
+A run is not restarted after an error that has a remedy, after a lack of memory, or when the ranks crash again before
+they have taken a further step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from treadle.errors import is_out_of_memory
+from treadle.formatting import counted
+from treadle.launch.machine import find_port
+from treadle.launch.process_plan import ProcessSpec
+
+RANKS_END_S = 10.0  # for the other ranks to end by themselves
+NUM_QUOTED_LINES = 5
+_USER_ERROR_CODE = 2
+_LOST_OTHERS = re.compile(r"^rank \d+ of \d+ (lost|did not find) the others")
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How a rank ended; `message`: its own error message, "" without one; `exit`: the exit code in words."""
+
+    name: str
+    code: int
+    message: str = ""
+    exit: str = ""
+    last_lines: tuple[str, ...] = ()
+
+    @property
+    def is_victim(self) -> bool:
+        """It ended because another rank did."""
+        return bool(_LOST_OTHERS.match(self.message))
+
+    @property
+    def is_crash(self) -> bool:
+        """It was ended by a signal or an error without a remedy; a new start may succeed."""
+        if self.code == _USER_ERROR_CODE or is_out_of_memory("\n".join((self.message, *self.last_lines))):
+            return False
+        return self.code < 0 or not self.message or self.is_victim
+
+
+def first_of(ends: Sequence[RankEnd]) -> RankEnd:
+    """The rank that ended first; `ends` are in the order in which the ends were seen.
+
+    >>> lost = "rank 0 of 2 lost the others while adding up the gradients: closed"
+    >>> first_of([RankEnd("trainer", 1, lost), RankEnd("trainer-1", -9)]).name
+    'trainer-1'
+    """
+    return next((end for end in ends if not end.is_victim), ends[0])
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The last step in the metrics, and the step of the newest checkpoint."""
+
+    step: int
+    checkpoint: int
+
+    def has_moved_since(self, earlier: Progress) -> bool:
+        """Whether steps were taken between two crashes. After a restart, metrics continue from the checkpoint.
+
+        >>> Progress(7, 4).has_moved_since(Progress(7, 4)), Progress(6, 4).has_moved_since(Progress(7, 4))
+        (False, True)
+        """
+        return (
+            self.step > earlier.step
+            or self.checkpoint > earlier.checkpoint
+            or earlier.checkpoint < self.step < earlier.step
+        )
+
+
+class TrainerRestarts:
+    """Counts the restarts of a run and decides about the next. `say` gets a line about
+    each, and below it the last lines of the log of the rank that ended first."""
+
+    def __init__(self, max_restarts: int, progress: Callable[[], Progress], say: Callable[[str], None]) -> None:
+        self._max_restarts = max_restarts
+        self._progress = progress
+        self._say = say
+        self._last: Progress | None = None
+        self._num_restarts = 0
+
+    def refusal(self, ends: Sequence[RankEnd], num_ranks: int) -> str:
+        """Why the ranks are not started again; "": they are, and it is announced."""
+        first, now = first_of(ends), self._progress()
+        if not first.is_crash:
+            return "a new start would end in the same way"
+        if self._max_restarts == 0:
+            return "--train.max-restarts is 0"
+        restarts = counted(self._num_restarts, "restart")
+        if self._num_restarts >= self._max_restarts:
+            return f"it crashed again after {restarts} (--train.max-restarts {self._max_restarts})"
+        if self._last is not None and not now.has_moved_since(self._last):
+            return f"it crashed again after {restarts}, before it had taken a further step"
+        self._last = now
+        self._num_restarts += 1
+        quoted = [f"\n  | {line}" for line in first.last_lines[-NUM_QUOTED_LINES:]]
+        self._say("".join([self._line(first, num_ranks, now), *quoted]))
+        return ""
+
+    def _line(self, first: RankEnd, num_ranks: int, now: Progress) -> str:
+        what = "the trainer starts" if num_ranks == 1 else f"all {num_ranks} ranks start"
+        whence = f"the checkpoint of step {now.checkpoint}" if now.checkpoint else "step 0, without a checkpoint"
+        reason = first.message.partition("\n")[0] or first.exit
+        return (
+            f"{first.name} died after step {now.step}: {reason}; {what} again from {whence} "
+            f"(restart {self._num_restarts} of {self._max_restarts})"
+        )
+
+
+# ---- where ranks meet
+
+
+def with_rendezvous(specs: Iterable[ProcessSpec]) -> list[ProcessSpec]:
+    """The processes with a port that is free now, at which their ranks find each other."""
+    specs = list(specs)
+    if sum(spec.kind == "trainer" for spec in specs) < 2:
+        return specs
+    port = {"MASTER_PORT": str(find_port("127.0.0.1"))}
+    return [replace(spec, env={**spec.env, **port}) if spec.kind == "trainer" else spec for spec in specs]
