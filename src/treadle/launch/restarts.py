@@ -19,6 +19,7 @@ from treadle.launch.machine import find_port
 from treadle.launch.process_plan import ProcessSpec
 
 RANKS_END_S = 10.0  # for the other ranks to end by themselves
+SETTLE_S = 0.5
 NUM_QUOTED_LINES = 5
 _USER_ERROR_CODE = 2
 _LOST_OTHERS = re.compile(r"^rank \d+ of \d+ (lost|did not find) the others")
