@@ -23,7 +23,6 @@ from treadle.budget.placement import (
 from treadle.budget.shapes import ModelShape
 from treadle.config.load import concurrent_sequences, longest_sequence
 from treadle.config.schema import EngineConfig, RunConfig, has_vllm
-from treadle.config.sync import refuse_split_engine
 from treadle.errors import ConfigError
 from treadle.launch.machine import MachineFacts
 
@@ -90,16 +89,8 @@ def _wishes(config: RunConfig, explicit: frozenset[str]) -> GpuWishes:
         tensor_parallel=engine.tensor_parallel_size if "engine.tensor_parallel_size" in explicit else None,
         ranks=train.ranks if "train.ranks" in explicit else None,
         is_one_copy=train.single_copy or (train.mode.in_memory and keeps_one_copy),
-        can_split=has_vllm(engine) and _takes_split_engine(train.weight_bridge_mode),
+        can_split=has_vllm(engine),
     )
-
-
-def _takes_split_engine(mode: str) -> bool:
-    try:
-        refuse_split_engine(2, mode)
-    except ConfigError:
-        return False
-    return True
 
 
 def _trainer_alone(config: RunConfig, facts: MachineFacts, wishes: GpuWishes, unplaced: dict[str, Any]) -> GpuLayout:

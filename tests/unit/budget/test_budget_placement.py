@@ -99,7 +99,7 @@ def test_what_the_user_chose_is_kept(num_gpus, wishes, engine, train) -> None:
         (
             4,
             {"engine_gpus": (0, 1), "can_split": False},
-            "this engine, or this weight mode, runs on one GPU",
+            "the transformers engine runs on one GPU",
             "one GPU",
         ),
         (4, {"is_one_copy": True, "ranks": 2}, "one copy of the weights", "--train.use-shared-memory true"),
