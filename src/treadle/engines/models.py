@@ -30,7 +30,7 @@ from treadle.config import DEFAULT_MODEL
 from treadle.config.flag_spelling import respell_flags
 from treadle.engines.model_folder import check_model_folder, missing_weights, refuse_code
 from treadle.errors import DiskFull, DownloadError, ModelError, TreadleError, as_user_error
-from treadle.sync.model_folders import find_model, is_path
+from treadle.sync.model_folders import cache_folder, find_model, is_path
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -137,13 +137,6 @@ def inspect_model(name: str) -> dict[str, Any]:
 
 
 # ---- the default model
-
-
-def cache_folder() -> Path:
-    """Folder of converted models: $TREADLE_CACHE, else the user's cache folder."""
-    if own := os.environ.get("TREADLE_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treadle"
 
 
 def default_model_folder() -> Path:

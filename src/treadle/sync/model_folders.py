@@ -47,6 +47,13 @@ def origin_of(folder: Path) -> ModelOrigin:
     return ModelOrigin(config=hashed, weights=digest.hexdigest())
 
 
+def cache_folder() -> Path:
+    """Folder of converted models and compiled code: $TREADLE_CACHE, else the user's cache folder."""
+    if own := os.environ.get("TREADLE_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treadle"
+
+
 def local_folder(name: str) -> Path | None:
     """The folder of a model on this machine: `name` is a folder, or an id in the Hugging Face cache."""
     folder = Path(os.path.expanduser(name))

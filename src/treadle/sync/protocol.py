@@ -50,8 +50,9 @@ class Publishable(Protocol):
         """Apply the last optimizer step to the live weights, and copy those to where the engine reads."""
 
     @property
-    def merges_adapters(self) -> bool:
-        """Whether `served_weights` are merged with adapters on each call; otherwise they are the live weights."""
+    def serves_copies(self) -> bool:
+        """Whether `served_weights` are made on each call (merged with adapters, gathered from several ranks); otherwise
+        they are the live weights."""
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights that an engine serves after this publish, by name, with adapters merged in."""

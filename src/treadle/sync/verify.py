@@ -187,7 +187,7 @@ class PublishVerifier:
         if self._is_on and self._compares == "adapter":
             own = begin_fingerprints(policy.served_adapter(), version, self._fingerprint_cache)
         elif self._is_on:
-            cache = None if policy.merges_adapters else self._fingerprint_cache
+            cache = None if policy.serves_copies else self._fingerprint_cache
             own = begin_fingerprints(policy.served_weights(), version, cache)
         is_due = (
             time.monotonic() >= self._canary_due

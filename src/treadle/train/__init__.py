@@ -18,8 +18,7 @@ from treadle.errors import Problems
 
 def main(config: TrainConfig) -> None:
     """Train until the last step, or until SIGTERM, which saves a checkpoint first."""
-    from treadle.engines.models import cache_folder
-    from treadle.sync.model_folders import find_model
+    from treadle.sync.model_folders import cache_folder, find_model
     from treadle.train.requirements import check_trainer
 
     problems, folder = Problems(), None

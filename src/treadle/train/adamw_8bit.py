@@ -20,7 +20,8 @@ from torch.nn.functional import pad
 
 from treadle.config import TrainConfig
 from treadle.errors import ConfigError
-from treadle.train.optimizer import Optimizer, part_of
+from treadle.train.optimizer import Optimizer, derive_seed, part_of
+from treadle.train.sharding import join_parts, num_shards, own_part, own_rows, rows_of, shard_number
 
 if TYPE_CHECKING:
     from treadle.train.policy import Policy
@@ -46,8 +47,11 @@ class QuantizedMoment:
         self._num_squarings = num_squarings
 
     def read(self, blocks: slice) -> Tensor:
-        codes = self.codes[blocks].float()
-        return self._share(codes.abs()).mul_(self.peaks[blocks]).copysign_(codes)
+        return self.decode(self.codes[blocks], self.peaks[blocks])
+
+    def decode(self, codes: Tensor, peaks: Tensor) -> Tensor:
+        signed = codes.float()
+        return self._share(signed.abs()).mul_(peaks).copysign_(signed)
 
     def write(self, blocks: slice, values: Tensor, generator: torch.Generator) -> None:
         """Round each value up or down at random, so that the expected result is the value."""
@@ -83,9 +87,9 @@ class AdamW8bit(Optimizer):
                 fix="use --dtype bfloat16, or another --train.optimizer",
             )
         self._live = policy.live
-        owned = policy.ranks.owned(policy.live)
-        self._own = {name: p for name, p in policy.live.items() if name in owned}
-        num_blocks = {name: -(-p.numel() // BLOCK) for name, p in self._own.items()}
+        self._own = {name: own_part(p.detach()) for name, p in policy.live.items()}
+        self._num_shards = max(num_shards(p) for p in policy.live.values())
+        num_blocks = {name: count_blocks(p, self._num_shards) for name, p in policy.live.items()}
         device = policy.device
         # The mean has a sign; of the square only the root matters, so it gets the steeper map.
         self._means, self._squares = (
@@ -94,37 +98,59 @@ class AdamW8bit(Optimizer):
         )
         self._has_kernel = device.type == "cuda" and importlib.util.find_spec("triton") is not None
         self._generator = torch.Generator("cpu" if self._has_kernel else device)
-        self._generator.manual_seed(config.seed + policy.ranks.rank)
         self._num_moves = 0
         self._pending_rate: float | None = None  # of a step that is not yet in the live weights
         self._pending_weights: Mapping[str, Tensor] = {}  # of a restored checkpoint
 
     def state(self) -> dict[str, Tensor]:
         tensors = super().state() | {"counter.num_moves": torch.tensor(self._num_moves)}
-        tensors["rounding.generator"] = self._generator.get_state()
-        for part, values in self._parts().items():
-            tensors |= {f"{part}.{name}": value for name, value in values.items()}
+        tensors["counter.num_shards"] = torch.tensor(self._num_shards)
+        for name, p in self._live.items():
+            for part, value in self._parts(name).items():
+                full = (self._num_shards * value.shape[0], value.shape[1])
+                tensors[f"{part}.{name}"] = join_parts(p, value, full)
         return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        saved = {part: part_of(tensors, part, values) for part, values in self._parts().items()}
+        num_shards_then = int(tensors["counter.num_shards"])
+        rows = {name: num_shards_then * count_blocks(p, num_shards_then) for name, p in self._live.items()}
+        saved = {
+            part: part_of(tensors, part, {name: torch.empty(n, size, device="meta") for name, n in rows.items()})
+            for part, size in (("mean_codes", BLOCK), ("mean_peaks", 1), ("square_codes", BLOCK), ("square_peaks", 1))
+        }
         weights = part_of(tensors, "live", self._live)
         super().load_state(tensors)
-        for part, values in self._parts().items():
-            for name, value in values.items():
-                value.copy_(saved[part][name])
+        self._pending_weights = {name: value[own_rows(self._live[name])] for name, value in weights}
         self._num_moves = int(tensors["counter.num_moves"])
-        if "rounding.generator" in tensors:  # absent for a rank that did not exist when it was saved
-            self._generator.set_state(tensors["rounding.generator"].clone())
         self._pending_rate = None
-        self._pending_weights = weights
+        self._seed()
+        for moments, kind in ((self._means, "mean"), (self._squares, "square")):
+            for (name, codes), (_, peaks) in zip(saved[f"{kind}_codes"], saved[f"{kind}_peaks"], strict=True):
+                shards = list(zip(codes.chunk(num_shards_then), peaks.chunk(num_shards_then), strict=True))
+                self._load_moment(moments[name], self._live[name], shards)
 
-    def _parts(self) -> dict[str, dict[str, Tensor]]:
+    def _load_moment(self, moment: QuantizedMoment, parameter: Tensor, shards: list[tuple[Tensor, Tensor]]) -> None:
+        """Blocks do not end where shards end, so a moment of another number of shards is rounded again."""
+        if len(shards) == self._num_shards:
+            codes, peaks = shards[shard_number(parameter)]
+            moment.codes.copy_(codes)
+            moment.peaks.copy_(peaks)
+            return
+        own = _join_shards([moment.decode(*shard) for shard in shards], parameter)[own_rows(parameter)]
+        moment.write(slice(None), _in_blocks(own.to(moment.codes.device), len(moment.codes)), self._generator)
+
+    def _seed(self) -> None:
+        """Random numbers depend on the step, so that a resumed run draws the same ones."""
+        rank = self._ranks.rank
+        self._generator.manual_seed(derive_seed("adamw_8bit", self._config.seed, self._num_moves, rank))
+
+    def _parts(self, name: str) -> dict[str, Tensor]:
+        mean, square = self._means[name], self._squares[name]
         return {
-            "mean_codes": {name: m.codes for name, m in self._means.items()},
-            "mean_peaks": {name: m.peaks for name, m in self._means.items()},
-            "square_codes": {name: m.codes for name, m in self._squares.items()},
-            "square_peaks": {name: m.peaks for name, m in self._squares.items()},
+            "mean_codes": mean.codes,
+            "mean_peaks": mean.peaks,
+            "square_codes": square.codes,
+            "square_peaks": square.peaks,
         }
 
     def _move(self, rate: float) -> None:
@@ -135,23 +161,23 @@ class AdamW8bit(Optimizer):
     @torch.no_grad()
     def _write(self) -> None:
         for name, weights in self._pending_weights.items():
-            self._live[name].copy_(weights)
+            self._own[name].copy_(weights)
         self._pending_weights = {}
         if self._pending_rate is not None:
             self._num_moves += 1
+            self._seed()
             move = self._move_by_kernel if self._has_kernel else self._move_by_chunks
             for name in self._own:
                 move(name, self._pending_rate)
             self._pending_rate = None
             self._gradients.zero()
-        self._ranks.broadcast_weights(self._live)
 
     def _move_by_kernel(self, name: str, rate: float) -> None:
         from treadle.train import kernels
 
         mean, square, c = self._means[name], self._squares[name], self._config
         kernels.adamw_8bit_update(
-            self._live[name].data,
+            self._own[name],
             self.gradients[name],
             (mean.codes, mean.peaks),
             (square.codes, square.peaks),
@@ -163,17 +189,17 @@ class AdamW8bit(Optimizer):
         )
 
     def _move_by_chunks(self, name: str, rate: float) -> None:
-        weights, gradient = self._live[name].view(-1), self.gradients[name].view(-1)
+        weights, gradient = self._own[name].view(-1), self.gradients[name].view(-1)
         chunk = CPU_CHUNK if weights.device.type == "cpu" else DEVICE_CHUNK
         for first in range(0, weights.numel(), chunk):
-            blocks = slice(first // BLOCK, (first + chunk) // BLOCK)
-            part = slice(first, first + chunk)
+            part = slice(first, min(first + chunk, weights.numel()))
+            blocks = slice(first // BLOCK, -(-part.stop // BLOCK))
             self._move_chunk(name, blocks, weights[part], gradient[part], rate)
 
     def _move_chunk(self, name: str, blocks: slice, weights: Tensor, gradient: Tensor, rate: float) -> None:
         c = self._config
         beta1, beta2 = c.betas
-        fresh = pad(gradient.float(), (0, -weights.numel() % BLOCK)).view(-1, BLOCK)
+        fresh = _in_blocks(gradient.float())
         mean = self._means[name].read(blocks).lerp_(fresh, 1 - beta1)
         square = self._squares[name].read(blocks).lerp_(fresh.square(), 1 - beta2)
         self._means[name].write(blocks, mean, self._generator)
@@ -182,6 +208,28 @@ class AdamW8bit(Optimizer):
         step = mean.div_(root).mul_(rate / (1 - beta1**self._num_moves)).view(-1)[: weights.numel()]
         moved = weights.float().mul_(1 - rate * c.weight_decay).sub_(step)
         weights.copy_(round_stochastically(moved, self._generator) if weights.dtype == torch.bfloat16 else moved)
+
+
+def count_blocks(parameter: Tensor, num_shards: int) -> int:
+    """Blocks of a shard: as many as the first one needs, which is the largest."""
+    num_rows = parameter.shape[0]
+    rows = rows_of(num_rows, num_shards, 0)
+    return -(-(rows.stop - rows.start) * (parameter.numel() // num_rows) // BLOCK)
+
+
+def _in_blocks(values: Tensor, num_blocks: int = 0) -> Tensor:
+    """The values in rows of BLOCK, padded with zeros; `num_blocks`: at least as many rows."""
+    missing = max(num_blocks * BLOCK - values.numel(), -values.numel() % BLOCK)
+    return pad(values.reshape(-1), (0, missing)).view(-1, BLOCK)
+
+
+def _join_shards(shards: list[Tensor], parameter: Tensor) -> Tensor:
+    """The full tensor like `parameter` of the shards' blocks, which are padded."""
+    num_rows = parameter.shape[0]
+    row_size = parameter.numel() // max(num_rows, 1)
+    rows = (rows_of(num_rows, len(shards), number) for number in range(len(shards)))
+    parts = [blocks.view(-1)[: (r.stop - r.start) * row_size] for blocks, r in zip(shards, rows, strict=True)]
+    return torch.cat(parts).view(parameter.shape)
 
 
 def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:

@@ -1,8 +1,7 @@
 """Save and restore checkpoints: an ordinary model folder with the trainer's state beside the weights.
 
     step_25/           model.safetensors config.json tokenizer...   loads anywhere
-                       state-000.tensors ...                        optimizer and RNG state, in files of about 100 MB
-                       state-1-000.tensors ...                      with several ranks: what rank 1 owns
+                       state-000.tensors ...                        optimizer state, in files of about 100 MB
                        trainer.json                                 the manifest: step, time, sha256 of every file
     adapter_step_25/   adapter_model.safetensors and the same       if adapters are trained; loads with PEFT
     final_model/       or final_adapter/, or both (merge_final)     without the trainer's state
@@ -11,24 +10,23 @@ The newest checkpoint is complete at every moment (model_files.py). One that was
 before it is used, and the previous one is restored.
 
 State files are safetensors under another extension: programs that load a model folder read every *.safetensors as
-weights. Optimizer tensors are found by the parameter's name, so a run can resume with a different number of ranks.
+weights. They hold whole tensors whatever the number of ranks, so a run can resume with a different number. Random
+numbers are drawn from seeds that depend on the step, so no generator is saved.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from treadle.errors import ConfigError, TrainingError
@@ -38,12 +36,11 @@ from treadle.train.model_files import (
     ADAPTER,
     FULL,
     FolderKind,
+    SavedTensors,
     clear_leftovers,
-    detect_full_disk,
     remove_folder,
     sha256,
     shards,
-    staging_folder,
     sync_and_hash,
     write_adapter,
     write_folder,
@@ -53,10 +50,10 @@ from treadle.train.model_files import (
 from treadle.train.optimizer import Optimizer
 from treadle.train.policy import Policy
 from treadle.train.ranks import ALONE, Ranks
+from treadle.train.sharding import whole
 
 log = get_logger("checkpoint")
 
-PREPARING = "preparing a checkpoint"
 ADAPTER_CONFIG = "adapter_config.json"  # written by PEFT beside the adapter's weights
 ELSEWHERE = "or choose another --train.save-path to start a fresh run"
 # Settings of adapters that must be equal after a resume: PEFT's name, Treadle's flag.
@@ -78,7 +75,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     sha256: dict[str, str]  # of every other file, by name
     origin: ModelOrigin
     optimizer: str
-    num_ranks: int  # number of ranks that wrote state files
     elapsed_s: float = 0.0
     num_tokens: int = 0
     format: int = FORMAT
@@ -92,7 +88,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write trainer.json, with its checksum.
 
     >>> hashes, origin = {"config.json": "9f86..."}, origin_of(folder)  # doctest: +SKIP
-    >>> manifest = Manifest(step=25, sha256=hashes, origin=origin, optimizer="adamw", num_ranks=1)  # doctest: +SKIP
+    >>> manifest = Manifest(step=25, sha256=hashes, origin=origin, optimizer="adamw")  # doctest: +SKIP
     >>> write_manifest(Path("step_25"), manifest)  # doctest: +SKIP
     """
     values = msgspec.to_builtins(manifest)
@@ -141,46 +137,6 @@ def _checksum(values: dict[str, Any]) -> str:
     """Checksum of the values as read, not of a Manifest: a later release may add fields with defaults."""
     others = {key: value for key, value in values.items() if key != "checksum"}
     return hashlib.sha256(msgspec.json.encode(others, order="sorted")).hexdigest()
-
-
-def random_state() -> dict[str, Tensor]:
-    states = {"random.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states |= {f"random.cuda.{n}": state for n, state in enumerate(torch.cuda.get_rng_state_all())}
-    return states
-
-
-def restore_random_state(tensors: Mapping[str, Tensor]) -> None:
-    if "random.cpu" in tensors:  # absent for a rank that did not exist when it was saved
-        torch.set_rng_state(tensors["random.cpu"].clone())
-    for device in range(torch.cuda.device_count()):
-        if f"random.cuda.{device}" in tensors:
-            torch.cuda.set_rng_state(tensors[f"random.cuda.{device}"].clone(), device)
-
-
-def read_state(
-    folder: Path, names: list[str], live: Mapping[str, Tensor], ranks: Ranks, *, num_ranks_then: int
-) -> dict[str, Tensor]:
-    """Read this rank's part of the state files `names`, written by `num_ranks_then` ranks, and restore its RNG state.
-
-    A rank that did not exist then takes the counters of rank 0 and keeps its RNG state.
-    """
-    owned = ranks.owned(live)
-    is_new = ranks.rank >= num_ranks_then
-
-    def is_wanted(key: str, writer: int) -> bool:
-        part, _, name = key.partition(".")
-        if name in live:
-            return name in owned
-        return writer == 0 and part == "counter" if is_new else writer == ranks.rank
-
-    tensors: dict[str, Tensor] = {}
-    for file in names:
-        writer = 0 if num_ranks_then == 1 else int(file.removeprefix(STATE_PREFIX).partition("-")[0])
-        with safe_open(folder / file, framework="pt") as opened:
-            tensors |= {key: opened.get_tensor(key) for key in opened.keys() if is_wanted(key, writer)}  # noqa: SIM118
-    restore_random_state(tensors)
-    return tensors
 
 
 # ---- does a checkpoint fit this run?
@@ -256,30 +212,30 @@ class Checkpoints:
             clear_leftovers(root)
 
     def save(self, step: int, policy: Policy, optimizer: Optimizer, totals: Totals) -> None:
-        """Save the published weights: call this after a publish."""
+        """Save the published weights: call this after a publish. All ranks gather the tensors, rank 0 writes them."""
         kind, name = _kind(policy), f"{_kind(policy).prefix}{step}"
+        weights, state = _own_weights(policy), _whole_shards(optimizer)
         if not self._ranks.leads:
-            self._ranks.barrier(PREPARING)
-            with detect_full_disk(self._root / name):
-                self._write_states(staging_folder(self._root, name), optimizer)
+            with self._ranks.during("saving a checkpoint"):
+                deque(state, maxlen=0)
             return
 
         def fill(folder: Path) -> None:
-            self._write_model(folder, policy)
+            self._write_model(folder, policy, weights)
             model_files = sorted(folder.iterdir())
-            self._ranks.barrier(PREPARING)  # from here on the other ranks write into the folder
-            with ThreadPoolExecutor(1) as sealer:  # hashes model files while the state is written
+            with ThreadPoolExecutor(1) as sealer:  # a file is synced and hashed while the next one is written
                 seals = {file.name: sealer.submit(sync_and_hash, file) for file in model_files}
-                hashes = self._write_states(folder, optimizer)
-            hashes |= {name: future.result() for name, future in seals.items()}
+                for number, tensors in enumerate(state):
+                    file = folder / f"{STATE_PREFIX}{number:03d}.tensors"
+                    write_tensors(tensors, file)
+                    seals[file.name] = sealer.submit(sync_and_hash, file)
             manifest = Manifest(
                 step=step,
-                sha256=hashes,
+                sha256={name: future.result() for name, future in seals.items()},
                 optimizer=optimizer.name,
                 elapsed_s=totals.elapsed_s,
                 num_tokens=totals.num_tokens,
                 origin=self._origin,
-                num_ranks=self._ranks.size,
             )
             write_manifest(folder, manifest)
 
@@ -294,12 +250,14 @@ class Checkpoints:
         """`is_merged`: save adapters also as a merged model. It is written last: the newer folder is the result of the
         run."""
         final = _kind(policy).final
+        weights = _own_weights(policy)
+        merges = is_merged and policy.adapter is not None
+        merged = policy.saved_model() if merges else {}
         if not self._ranks.leads:
             return self._root / final
-        saved = write_folder(self._root, final, lambda folder: self._write_model(folder, policy))
-        if is_merged and policy.adapter is not None:
-            weights = dict(policy.served_weights())
-            write_folder(self._root, FULL.final, lambda folder: write_model(folder, weights, self._model_folder))
+        saved = write_folder(self._root, final, lambda folder: self._write_model(folder, policy, weights))
+        if merges:
+            write_folder(self._root, FULL.final, lambda folder: write_model(folder, merged, self._model_folder))
         return saved
 
     def restore(self, policy: Policy, optimizer: Optimizer) -> Restored:
@@ -321,10 +279,8 @@ class Checkpoints:
                 "over",
                 fix=f"set --train.optimizer {manifest.optimizer}, or choose another --train.save-path",
             )
-        files = [name for name in sorted(manifest.sha256) if name.startswith(STATE_PREFIX)]
-        tensors = read_state(folder, files, policy.live, self._ranks, num_ranks_then=manifest.num_ranks)
-        weights = load_file(folder / kind.weights)
-        optimizer.load_state(tensors | {f"live.{key}": value for key, value in weights.items() if key in policy.live})
+        files = [folder / name for name in sorted(manifest.sha256) if name.startswith(STATE_PREFIX)]
+        optimizer.load_state(SavedTensors(files, folder / kind.weights, policy.live))
         log.info("restored", step=step, folder=str(folder))
         return Restored(step=step, elapsed_s=manifest.elapsed_s, num_tokens=manifest.num_tokens)
 
@@ -348,21 +304,6 @@ class Checkpoints:
             )
         return 0
 
-    def _write_states(self, folder: Path, optimizer: Optimizer) -> dict[str, str]:
-        """Write this rank's optimizer and RNG state; returns the sha256 of the state files of all ranks, by name."""
-        prefix = STATE_PREFIX if self._ranks.size == 1 else f"{STATE_PREFIX}{self._ranks.rank}-"
-        seals: dict[str, Future[str]] = {}
-        with ThreadPoolExecutor(1) as sealer:  # a file is synced and hashed while the next one is written
-            for number, shard in enumerate(shards({**optimizer.state(), **random_state()})):
-                file = folder / f"{prefix}{number:03d}.tensors"
-                write_tensors(shard, file)
-                seals[file.name] = sealer.submit(sync_and_hash, file)
-        own = {name: future.result() for name, future in seals.items()}
-        hashes: dict[str, str] = {}
-        for packed in self._ranks.gather("writing a checkpoint", msgspec.json.encode(own)):
-            hashes |= msgspec.json.decode(packed, type=dict[str, str])
-        return hashes
-
     @cached_property
     def _origin(self) -> ModelOrigin:
         return origin_of(self._model_folder)
@@ -381,13 +322,22 @@ class Checkpoints:
                 fix="set --lora as it was, or choose another --train.save-path",
             )
 
-    def _write_model(self, folder: Path, policy: Policy) -> None:
-        """Write the served weights and everything needed to load them elsewhere."""
+    def _write_model(self, folder: Path, policy: Policy, weights: Mapping[str, Tensor]) -> None:
+        """Write the trained weights and everything needed to load them elsewhere."""
         if policy.adapter is None:
-            write_model(folder, policy.weights, self._model_folder)
+            write_model(folder, weights, self._model_folder)
         else:
-            write_adapter(folder, policy.adapter, policy.live, self._model_folder)
+            write_adapter(folder, policy.adapter, weights, self._model_folder)
 
 
 def _kind(policy: Policy) -> FolderKind:
     return FULL if policy.adapter is None else ADAPTER
+
+
+def _own_weights(policy: Policy) -> dict[str, Tensor]:
+    return policy.saved_weights() if policy.adapter is None else policy.saved_live()
+
+
+def _whole_shards(optimizer: Optimizer) -> Iterator[dict[str, Tensor]]:
+    """The optimizer's state in pieces for one file each; all ranks must iterate together."""
+    return shards((name, whole(tensor)) for name, tensor in optimizer.state().items())

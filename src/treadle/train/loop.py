@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -17,22 +16,23 @@ from torch import Tensor
 
 from treadle.config import TrainConfig
 from treadle.log import get_logger
-from treadle.sync.protocol import Publishable, PublishResult
 from treadle.track import Tracker
 from treadle.track.files import HealthFile, RolloutTokens, TokenFiles
 from treadle.train.card_sharing import CardSharing
-from treadle.train.checkpoint import Checkpoints, Restored, Totals, random_state, restore_random_state
+from treadle.train.checkpoint import Checkpoints, Restored, Totals
 from treadle.train.health import HealthCheck
 from treadle.train.loss import LossStats, LossTokens, policy_loss
-from treadle.train.optimizer import Optimizer
+from treadle.train.optimizer import Optimizer, derive_seed
 from treadle.train.pack import Micro, PackedBatch, pack
 from treadle.train.policy import Policy
+from treadle.train.publishing import Publish, publish_with_ranks
 from treadle.train.reference import Reference
 from treadle.train.stop import StopRequested
 from treadle.wire.groups import LeasedBatch, fingerprint
 
 log = get_logger("trainer")
 
+IDLE = -1  # index, and below it, of the micros that a rank computes only for the others
 KEPT_STEPS = 100  # whose tokens are kept
 LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
 FROM_THE_START = Restored()
@@ -74,37 +74,36 @@ def accumulate_gradients(
     frozen: FrozenLogprobs | None = None,
     check_stop: Callable[[], None] = lambda: None,
     card: CardSharing | None = None,
+    *,
+    draw: int = 0,
 ) -> LossStats:
     """Run forward and backward through every micro. The loss is a mean over the whole step, so the result does not
-    depend on how the batch was split.
+    depend on how the batch was split. `draw`: a different number for each pass over a batch, for the seeds of dropout.
 
-    Each rank takes its share of the micros; gradients are summed over ranks in the optimizer's step.
+    Each rank takes its share of the micros. All ranks compute together, layer by layer: in a turn in which this rank
+    has no micro, it computes one without gradient.
     """
     frozen = frozen or FrozenLogprobs()
     stats = LossStats()
     card = card or CardSharing()
-    with _restore_rng_on_stop(), policy.ranks.agreeing(check_stop), policy.computing(), card.computing():
-        for index in policy.ranks.own([micro.cost for micro in batch.micros]):
-            check_stop()
-            micro = batch.micros[index]
+    ranks = policy.ranks
+    costs = [micro.cost for micro in batch.micros]
+    with policy.computing(), card.computing(), ranks.during("computing the gradients"):
+        for turn, own in enumerate(ranks.turns(costs)):
+            ranks.check_stop(check_stop)
+            index = IDLE - turn if own is None else own
+            micro = batch.micros[costs.index(min(costs)) if own is None else own]
+            torch.manual_seed(derive_seed("dropout", config.seed, draw, index))
             tokens = frozen.add_to(index, micro, policy)
             logprobs_L, entropy_L = policy.score(micro)
+            if own is None:
+                logprobs_L.backward(torch.zeros_like(logprobs_L))
+                continue
             loss, micro_stats = policy_loss(logprobs_L, entropy_L, tokens, config)
             loss.backward()
             frozen.own.setdefault(index, logprobs_L.detach())  # of the first epoch
             stats = stats.add(micro_stats)
-    return policy.ranks.total(stats)
-
-
-@contextmanager
-def _restore_rng_on_stop() -> Iterator[None]:
-    """Undo the random draws (dropout) of an interrupted step, so that it can be repeated."""
-    before = random_state()
-    try:
-        yield
-    except StopRequested:
-        restore_random_state(before)
-        raise
+    return ranks.total(stats)
 
 
 class Feed(Protocol):
@@ -122,7 +121,7 @@ def train(
     policy: Policy,
     optimizer: Optimizer,
     feed: Feed,
-    publish: Callable[[Publishable, int], PublishResult],
+    publish: Publish,
     checkpoints: Checkpoints,
     tracker: Tracker | None,
     *,
@@ -142,7 +141,7 @@ def train(
     throughput = ThroughputMeter(policy, restored)
     card = card or CardSharing()
     health = HealthCheck(max_age=config.max_age + config.publish_interval - 1)
-    publish(policy, step)  # a broken sync mode fails here, before the first batch is used
+    publish_with_ranks(publish, policy, step)  # a broken sync mode fails here, before the first batch is used
     try:
         while step < config.steps:
             clock = StepTimer()
@@ -156,7 +155,8 @@ def train(
                 # A stop is obeyed until the first update of the batch: after that, weights, optimizer and step must
                 # change together.
                 stop_here = check_stop if epoch == 0 else lambda: None
-                stats = accumulate_gradients(policy, batch, config, frozen, stop_here, card)
+                draw = step * config.epochs + epoch
+                stats = accumulate_gradients(policy, batch, config, frozen, stop_here, card, draw=draw)
                 losses = stats.metrics()
                 clock.lap("fwd_bwd_s")
                 if epoch == 0:
@@ -168,7 +168,7 @@ def train(
                 clock.lap("optimizer_s")
                 if outcome.skipped:
                     break  # nothing changed: another epoch would be skipped too
-            receipt = publish(policy, step + 1)
+            receipt = publish_with_ranks(publish, policy, step + 1)
             clock.lap("weight_sync_s")
             metrics = {
                 "policy_version": step + 1,
@@ -232,7 +232,7 @@ class RecentTokenRecord:
         self._rank = rank
 
     def keep(self, step: int, batch: PackedBatch, frozen: FrozenLogprobs) -> None:
-        """`frozen`: the logprobs of `batch` from before the update."""
+        """`frozen`: the logprobs of `batch` from before the update, of this rank's micros."""
         names = {id(group): fingerprint(group) for group in batch.groups}
         rollouts = [
             tokens

@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from treadle.config.train import LoraOptions
 from treadle.errors import ConfigError
 from treadle.train.model_setup import LAYER_LISTS, check_layers, layer_number
+from treadle.train.sharding import whole
 
 AT_ONCE = 64  # matrices that are copied to fp32 at the same time
 ADAPTER = "default"  # PEFT's name of the only adapter
@@ -106,7 +107,7 @@ def merged_weights(adapted: PeftModel) -> Iterator[tuple[str, Tensor]]:
 class ServedAdapter:
     """The adapters in the engine's number format, with B multiplied by the scale."""
 
-    def __init__(self, adapted: PeftModel, dtype: torch.dtype) -> None:
+    def __init__(self, adapted: PeftModel, dtype: torch.dtype, device: torch.device) -> None:
         self._sources: list[Tensor] = []
         self._scaled: list[Tensor] = []
         self._scales: list[float] = []
@@ -115,7 +116,7 @@ class ServedAdapter:
             for part in ("lora_A", "lora_B"):
                 weight: Tensor = getattr(layer, part)[ADAPTER].weight.detach()
                 self._sources.append(weight)
-                self.named[f"{name}.{part}"] = torch.empty_like(weight, dtype=dtype)
+                self.named[f"{name}.{part}"] = torch.empty(weight.shape, dtype=dtype, device=device)
             self._scaled.append(self.named[f"{name}.lora_B"])
             self._scales.append(float(layer.scaling[ADAPTER]))
         self._are_scales_exact = all(float(torch.tensor(scale, dtype=dtype)) == scale for scale in self._scales)
@@ -124,7 +125,7 @@ class ServedAdapter:
     def refresh(self) -> None:
         """Round, scale in fp32 and round again, like a product of a tensor and a number. A single call for all matrices
         also rounds the scale, so scales that are not exact in this format are multiplied in fp32."""
-        torch._foreach_copy_(list(self.named.values()), self._sources)
+        torch._foreach_copy_(list(self.named.values()), [whole(source) for source in self._sources])
         if self._are_scales_exact:
             torch._foreach_mul_(self._scaled, self._scales)
             return

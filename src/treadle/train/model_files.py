@@ -12,14 +12,14 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -112,11 +112,11 @@ def host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def shards(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+def shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
     """The tensors in order, in dicts of about SHARD_BYTES."""
     shard: dict[str, Tensor] = {}
     size = 0
-    for name, tensor in tensors.items():
+    for name, tensor in tensors:
         if shard and size + tensor.nbytes > SHARD_BYTES:
             yield shard
             shard, size = {}, 0
@@ -124,6 +124,39 @@ def shards(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         size += tensor.nbytes
     if shard:
         yield shard
+
+
+class SavedTensors(Mapping[str, Tensor]):
+    """The tensors of a checkpoint by name, each read when it is used: no rank needs memory for all of them."""
+
+    def __init__(self, state_files: Iterable[Path], weights_file: Path, live: Collection[str]) -> None:
+        """`live`: names of the weights that are trained, which are found as `live.<name>`."""
+        self._places: dict[str, tuple[Any, str]] = {}
+        for file in state_files:
+            opened = safe_open(file, framework="pt")
+            self._places |= {key: (opened, key) for key in opened.keys()}  # noqa: SIM118
+        opened = safe_open(weights_file, framework="pt")
+        self._places |= {f"live.{key}": (opened, key) for key in opened.keys() if key in live}  # noqa: SIM118
+
+    def __getitem__(self, name: str) -> Tensor:
+        opened, key = self._places[name]
+        tensor: Tensor = opened.get_tensor(key)
+        return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, without reading it."""
+        opened, key = self._places[name]
+        return tuple(opened.get_slice(key).get_shape())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def shape_in(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    return tensors.shape(name) if isinstance(tensors, SavedTensors) else tuple(tensors[name].shape)
 
 
 def sync_and_hash(path: Path) -> str:

@@ -8,6 +8,7 @@ are in fp32 (or in bf16 if configured), and low-precision gradients never accumu
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import math
 from abc import ABC, abstractmethod
@@ -21,7 +22,9 @@ from torch import Tensor, nn
 
 from treadle.config import TrainConfig
 from treadle.errors import TrainingError
+from treadle.train.model_files import shape_in
 from treadle.train.ranks import ALONE, Ranks
+from treadle.train.sharding import join_parts, num_shards, own_part
 
 if TYPE_CHECKING:
     from treadle.train.policy import Policy
@@ -50,6 +53,15 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.lr * max(left, 0.0)
 
 
+def derive_seed(*parts: object) -> int:
+    """A seed for one purpose and step: equal parts give equal random numbers, before and after a resume.
+
+    >>> derive_seed("dropout", 0, 1) == derive_seed("dropout", 0, 1) != derive_seed("dropout", 0, 2)
+    True
+    """
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest())
+
+
 class Gradients:
     """The accumulators of `live`, in `dtype`, on `device` (host memory for an optimizer that works there).
 
@@ -64,10 +76,11 @@ class Gradients:
     def __init__(
         self, live: Mapping[str, nn.Parameter], dtype: torch.dtype, device: torch.device, ranks: Ranks = ALONE
     ) -> None:
-        self.by_name = {name: torch.zeros(p.shape, dtype=dtype, device=device) for name, p in live.items()}
+        self._live = live
         self._ranks = ranks
-        owned = ranks.owned(live)
-        self._own = {name: gradient for name, gradient in self.by_name.items() if name in owned}
+        self.by_name = {
+            name: torch.zeros(own_part(p).shape, dtype=dtype, device=device) for name, p in live.items()
+        }  # of this rank's rows
         buffer = PinnedBuffer(live, device)
         for name, parameter in live.items():
             accumulator = self.by_name[name]
@@ -75,30 +88,35 @@ class Gradients:
             parameter.register_post_accumulate_grad_hook(hook)
 
     def norm(self) -> float:
-        """The norm over all parameters, in fp32, after `Ranks.sum_to_owners`; synchronizes with the device once."""
-        own = 0.0
-        if self._own:  # there may be more ranks than parameters
-            norms = torch._foreach_norm(list(self._own.values()), 2, dtype=torch.float32)
-            own = float(torch.linalg.vector_norm(torch.stack(norms)))
-        return own if self._ranks.size == 1 else math.sqrt(self._ranks.reduce(own**2, "sum"))
+        """The norm over all parameters, in fp32; synchronizes with the device once."""
+        norms = torch._foreach_norm(list(self.by_name.values()), 2, dtype=torch.float32)
+        own = float(torch.linalg.vector_norm(torch.stack(norms)))
+        if self._ranks.size == 1:
+            return own
+        copies = self._ranks.size / max(num_shards(p) for p in self._live.values())  # each row is on so many ranks
+        return math.sqrt(self._ranks.reduce(own**2, "sum") / copies)
 
     def scale(self, factor: float) -> None:
-        torch._foreach_mul_(list(self._own.values()), factor)
+        torch._foreach_mul_(list(self.by_name.values()), factor)
 
     def zero(self) -> None:
         torch._foreach_zero_(list(self.by_name.values()))
 
     def pieces(self) -> Iterator[dict[str, Tensor]]:
-        """This rank's gradients in fp32, by name: all at once if they are fp32, else copies of a few at a time."""
-        if all(g.dtype == torch.float32 for g in self._own.values()):
-            yield dict(self._own)
+        """The gradients in fp32, by name and divided like their parameters: all at once if they are fp32, else copies
+        of a few at a time."""
+        if all(g.dtype == torch.float32 for g in self.by_name.values()):
+            yield {name: join_parts(self._live[name], gradient) for name, gradient in self.by_name.items()}
             return
         piece: dict[str, Tensor] = {}
-        for name, gradient in self._own.items():
-            piece[name] = gradient.float()
-            if sum(g.nbytes for g in piece.values()) >= PIECE_BYTES:
+        num_bytes = 0
+        for name, gradient in self.by_name.items():
+            wide = gradient.float()
+            piece[name] = join_parts(self._live[name], wide)
+            num_bytes += wide.nbytes
+            if num_bytes >= PIECE_BYTES:
                 yield piece
-                piece = {}
+                piece, num_bytes = {}, 0
         if piece:
             yield piece
 
@@ -111,7 +129,8 @@ class PinnedBuffer:
     """
 
     def __init__(self, live: Mapping[str, nn.Parameter], device: torch.device) -> None:
-        largest = max((p.nbytes for p in live.values() if p.device != device), default=0)
+        parts = [own_part(p) for p in live.values()]
+        largest = max((part.nbytes for part in parts if part.device != device), default=0)
         self._buffer = torch.empty(largest, dtype=torch.uint8, pin_memory=largest > 0)
 
     def buffer_for(self, parameter: Tensor) -> Tensor:
@@ -129,7 +148,7 @@ class PinnedBuffer:
 
 def _accumulate(add: Adder, accumulator: Tensor, buffer: PinnedBuffer, parameter: Tensor) -> None:
     if parameter.grad is not None:
-        add(accumulator, buffer.fetch(parameter.grad, accumulator.device))
+        add(accumulator, buffer.fetch(own_part(parameter.grad), accumulator.device))
         parameter.grad = None
 
 
@@ -187,7 +206,6 @@ class Optimizer(ABC):
         gradient that is not finite is skipped; five in a row end the training.
         """
         rate = self._rate(step)
-        self._ranks.sum_to_owners(self.gradients)
         norm = self._gradients.norm()
         skipped = not (loss_is_finite and math.isfinite(norm))
         if skipped:
@@ -209,10 +227,8 @@ class Optimizer(ABC):
         return StepOutcome(norm, rate, skipped, self.num_skipped, self.num_skipped_in_a_row)
 
     def state(self) -> dict[str, Tensor]:
-        """Every tensor of this rank that the next step depends on, by name, with counters.
-
-        `<part>.<parameter>` belongs to a parameter; all others (counters, RNG state) belong to the rank.
-        """
+        """Every tensor that the next step depends on, by name: `<part>.<parameter>`, which is sharded if the parameter
+        is, and counters."""
         return {f"counter.{name}": torch.tensor(getattr(self, name)) for name in COUNTERS}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
@@ -229,14 +245,15 @@ class Optimizer(ABC):
         """Write the last step into the live weights."""
 
 
-def part_of(tensors: Mapping[str, Tensor], part: str, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors `<part>.<name>`, which must have exactly the names and shapes of `like`."""
-    found = {key.removeprefix(f"{part}."): value for key, value in tensors.items() if key.startswith(f"{part}.")}
-    wrong = [name for name in found.keys() | like.keys() if name not in found or name not in like]
-    wrong += [name for name in found.keys() & like.keys() if found[name].shape != like[name].shape]
+def part_of(tensors: Mapping[str, Tensor], part: str, like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of each `<part>.<name>`, read one at a time. They must have exactly the names and full shapes of
+    `like`, which is checked before the first is read."""
+    names = {key.removeprefix(f"{part}.") for key in tensors if key.startswith(f"{part}.")}
+    wrong = names ^ like.keys()
+    wrong |= {name for name in names & like.keys() if shape_in(tensors, f"{part}.{name}") != tuple(like[name].shape)}
     if wrong:
         raise TrainingError(
             f"the checkpoint does not fit what is trained now: {len(wrong)} tensors differ, {sorted(wrong)[0]} for one",
             fix="resume with the model, layers and adapters it was saved with, or choose another --train.save-path",
         )
-    return found
+    return ((name, tensors[f"{part}.{name}"]) for name in like)

@@ -31,6 +31,7 @@ from treadle.log import get_logger
 from treadle.support import fast_dtype
 from treadle.train.adamw_8bit import AdamW8bit
 from treadle.train.optimizer import Optimizer, PinnedBuffer, part_of
+from treadle.train.sharding import join_parts, own_part, own_rows, shard_like, whole
 
 if TYPE_CHECKING:
     from treadle.train.policy import Policy
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 
 log = get_logger("trainer")
 MUON_MOMENTUM = 0.95  # of the matrices; everything else is moved by AdamW
+NEWTON_SCHULZ, NUM_ITERATIONS = (3.4445, -4.775, 2.0315), 5  # as in torch.optim.Muon
+SMALLEST_NORM = 1e-7
+ADAMW_RMS = 0.2  # of AdamW's usual update: with it one learning rate fits both optimizers
 Masters = dict[str, nn.Parameter]
 
 LARGEST_RELATIVE_RATE = 1e-2
@@ -93,6 +97,45 @@ class Adafactor(torch.optim.Optimizer):
         parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.mul_(size))
 
 
+class Muon(torch.optim.Optimizer):
+    """Momentum whose matrices are made orthogonal: torch.optim.Muon with Nesterov momentum and the step size of AdamW.
+
+    Torch's version would exchange parts of a sharded matrix in each of 15 products. Here a matrix is gathered once, and
+    every rank computes the same products, so that several ranks round as one does.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], *, weight_decay: float) -> None:
+        super().__init__(params, {"lr": 0.0, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._move(parameter, parameter.grad, group["lr"], group["weight_decay"])
+
+    def _move(self, parameter: Tensor, gradient: Tensor, rate: float, decay: float) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        momentum = state["momentum_buffer"].lerp_(gradient, 1 - MUON_MOMENTUM)
+        update = orthogonalized(whole(gradient.lerp(momentum, MUON_MOMENTUM)))
+        size = rate * ADAMW_RMS * max(parameter.shape) ** 0.5
+        own_part(parameter).mul_(1 - rate * decay).add_(update[own_rows(parameter)], alpha=-size)
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """The matrix with singular values of about 1, in bf16, by Newton-Schulz iterations (Jordan, 2024)."""
+    a, b, c = NEWTON_SCHULZ
+    x = matrix.bfloat16()
+    x = x.T if x.shape[0] > x.shape[1] else x
+    x = x / x.norm().clamp(min=SMALLEST_NORM)
+    for _ in range(NUM_ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
 def _root_mean_square(tensor: Tensor) -> Tensor:
     return torch.linalg.vector_norm(tensor) / tensor.numel() ** 0.5
 
@@ -111,15 +154,13 @@ class MasterOptimizer(Optimizer):
     ) -> None:
         device = device or policy.device
         super().__init__(policy, config, device, rate)
-        owned = policy.ranks.owned(policy.live)
         self.masters: Masters = {
-            name: nn.Parameter(policy.live[name].detach().to(device, torch.float32, copy=True))
-            for name in policy.live
-            if name in owned
+            name: nn.Parameter(join_parts(p, own_part(p).detach().to(device, torch.float32, copy=True)))
+            for name, p in policy.live.items()
         }
         self._live = policy.live
         self._buffer = PinnedBuffer(policy.live, device)
-        self._rules = rules(self.masters) if self.masters else []  # there may be more ranks than parameters
+        self._rules = rules(self.masters)
 
     def state(self) -> dict[str, Tensor]:
         tensors = super().state() | {f"master.{name}": master.detach() for name, master in self.masters.items()}
@@ -131,19 +172,19 @@ class MasterOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        saved = part_of(tensors, "master", self.masters)
+        for name, value in part_of(tensors, "master", self.masters):
+            master = self.masters[name]
+            own_part(master).copy_(value[own_rows(master)] if value.ndim else value)
         super().load_state(tensors)
-        for name, value in saved.items():
-            self.masters[name].copy_(value)
         for rule in self._rules:
             rule.state.clear()
         rule_of = {p: rule for rule in self._rules for group in rule.param_groups for p in group["params"]}
-        for key, value in tensors.items():
+        for key in tensors:
             part, _, name = key.partition(".")
             if name in self.masters and part not in ("master", "live"):
                 master = self.masters[name]
                 # A copy: a loaded tensor may be a memory map of a file that is deleted later.
-                rule_of[master].state[master][part] = value.to(master.device, copy=True)
+                rule_of[master].state[master][part] = shard_like(master, tensors[key], own_part(master).device)
 
     def _move(self, rate: float) -> None:
         for rule in self._rules:
@@ -161,8 +202,7 @@ class MasterOptimizer(Optimizer):
     @torch.no_grad()
     def _write(self) -> None:
         for name, master in self.masters.items():
-            self._buffer.put(self._live[name], master)
-        self._ranks.broadcast_weights(self._live)
+            self._buffer.put(own_part(self._live[name]), own_part(master))
 
 
 def adamw(policy: Policy, config: TrainConfig, device: torch.device | None = None) -> MasterOptimizer:
@@ -207,15 +247,7 @@ def muon(policy: Policy, config: TrainConfig) -> MasterOptimizer:
         others = {name: master for name, master in masters.items() if not is_matrix[name]}
         chosen: list[torch.optim.Optimizer] = []
         if matrices:
-            chosen.append(
-                torch.optim.Muon(
-                    matrices,
-                    lr=config.lr,
-                    momentum=MUON_MOMENTUM,
-                    weight_decay=config.weight_decay,
-                    adjust_lr_fn="match_rms_adamw",  # makes one learning rate fit both optimizers
-                )
-            )
+            chosen.append(Muon(matrices, weight_decay=config.weight_decay))
         return [*chosen, _adamw_rule(others, config)] if others else chosen  # adapters have only matrices
 
     if fast_dtype(policy.device.type) != "bfloat16":

@@ -11,7 +11,7 @@ the engine is paused.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ from treadle.train.model_setup import (
 from treadle.train.pack import Micro, Segment, pack
 from treadle.train.ranks import ALONE, Ranks
 from treadle.train.reference import Reference, build_reference
+from treadle.train.sharding import release_whole_weights, shard_model, whole, with_whole_weights
 
 if TYPE_CHECKING:
     from treadle.train.lora import ServedAdapter
@@ -64,11 +65,12 @@ class Policy:
         config: TrainConfig,
         *,
         folder: Path | None = None,
-        shared: dict[str, Tensor] | None = None,
+        shared: Mapping[str, Tensor] | None = None,
         ranks: Ranks = ALONE,
         is_the_engines: bool = False,
     ) -> None:
-        """`is_the_engines`: the weights (with adapters: the base model's) are the engine's own memory."""
+        """`shared`: where an engine reads the weights, if rank 0 copies them there; other ranks pass an empty mapping.
+        `is_the_engines`: the weights (with adapters: the base model's) are the engine's own memory."""
         if getattr(model.get_output_embeddings(), "bias", None) is not None:
             raise ModelError("the output layer has a bias, which the trainer does not handle", fix="use another model")
         self.model = model
@@ -78,11 +80,12 @@ class Policy:
         self._served_adapter: ServedAdapter | None = None
         self._config = config
         self._folder = folder or Path(model.name_or_path)  # of the starting model
-        self._shared = shared or {}  # where an engine reads the weights, if these are not the live weights
+        self._shared = shared
         self.write_step: Callable[[], None] = lambda: None  # set by the optimizer: writes its last step to `live`
         self.computing: Callable[[], AbstractContextManager[None]] = nullcontext  # around long computations
         self._without_dropout: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.device: torch.device = next(model.parameters()).device
+        # A model that will be sharded may still be in host memory.
+        self.device: torch.device = next(model.parameters()).device if ranks.size == 1 else choose_device(config.device)
         num_tokens, num_hidden = model.get_input_embeddings().weight.shape
         self.vocab_size = int(num_tokens)
         self.token_cost = 6.0 * num_hidden  # of one token in the linear layers, in query-key pairs (see pack)
@@ -91,27 +94,27 @@ class Policy:
             config.attention, self.device, next(model.parameters()).dtype, head_size(model.config)
         )
         model.eval()  # no dropout, as in the rollout policy
+        if self.device.type == "cpu":
+            use_recomputing_modules(model)
+            choose_matmul_backend(model)
+        if config.lora:
+            self._add_adapters()
+        else:
+            choose_trainable(model, config.train_layer_indices)
+        shard_model(model, config, ranks, self.device)  # replaces all parameters, so they are looked up after it
+        self.weights, self.live = self._find_parameters()
         # With a four-dimensional mask transformers builds no mask; packed attention ignores it.
         self._no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         expected = score_unpacked(model)
         install_attention(model)
         use_fused_kernels(model, config)
-        if self.device.type == "cpu":
-            use_recomputing_modules(model)
-            choose_matmul_backend(model)
         with torch.no_grad():
             check_packed(model, self.score(packed_sample(model))[0], expected)
-        self.live: dict[str, nn.Parameter]
-        self.weights: dict[str, nn.Parameter]
-        if config.lora:
-            self._train_adapters()
-        else:
-            choose_trainable(model, config.train_layer_indices)
-            self.weights = dict(model.named_parameters())  # a tied parameter appears once
-            self.live = {name: p for name, p in self.weights.items() if p.requires_grad}
+        if config.lora and config.lora_dropout > 0:
+            self._switch_dropout_on()
         self._detached = {name: parameter.detach() for name, parameter in self.weights.items()}
         self.dtype = next(iter(self.weights.values())).dtype
-        self.merges_adapters = self.adapter is not None
+        self.serves_copies = self.adapter is not None or ranks.size > 1
         # liger's kernels break torch.compile (an assertion inside of it, torch 2.11 with liger-kernel 0.8)
         can_compile = self._attention in VARIABLE_LENGTH and config.fused_kernels == "none"
         prepare_layers(model, config, can_compile=can_compile)
@@ -130,86 +133,131 @@ class Policy:
 
     def reference(self, folder: Path) -> Reference:
         """The starting policy; `folder`: of the base model."""
+
+        is_offloaded = self._config.reference_offload
+        options = self._config.model_copy(update={"offload_weights": self._config.offload_weights or is_offloaded})
+
+        def prepare(model: Any) -> None:
+            shard_model(model, options, self.ranks, self.device)
+            install_attention(model)
+
         return build_reference(
             self._score,
             adapted=self.adapter,
             folder=folder,
             dtype=self.dtype,
             device=self.device,
-            offload=self._config.reference_offload,
-            prepare=install_attention,
+            offload=is_offloaded and self.ranks.size == 1,
+            prepare=prepare,
         )
 
     @torch.no_grad()
     def write_live_weights(self) -> None:
         """Write the last step into the live weights, and copy them to where the engine reads."""
         self.write_step()
-        if self._shared and self.adapter is not None:
-            from treadle.train.lora import merged_weights
-
-            for name, weight in merged_weights(self.adapter):
-                self._shared[name].copy_(weight)
-        elif self._shared:
-            for name, weight in self.live.items():
-                self._shared[name].copy_(weight)
+        if self._shared is not None:
+            for name, weight in self._changed_weights():
+                full = whole(weight)
+                if self.ranks.leads:
+                    self._shared[name].copy_(full)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # they are read next by another process
 
+    @torch.no_grad()
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights that an engine serves, by name, with adapters merged one at a time."""
+        """The weights that an engine serves, by name: whole, and with adapters merged, one at a time."""
         merged: set[str] = set()
         if self.adapter is not None:
-            from treadle.train.lora import merged_weights
-
-            for name, weight in merged_weights(self.adapter):
+            for name, weight in self._changed_weights():
                 merged.add(name)
-                yield name, weight
+                yield name, whole(weight)
         for name, weight in self._detached.items():
             if name not in merged:
-                yield name, weight
+                yield name, whole(weight)
 
     def served_adapter(self) -> Iterator[tuple[str, Tensor]]:
         from treadle.train.lora import ServedAdapter
 
         if self._served_adapter is None:
-            self._served_adapter = ServedAdapter(self.adapter, self.dtype)
+            self._served_adapter = ServedAdapter(self.adapter, self.dtype, self.device)
         self._served_adapter.refresh()
         yield from self._served_adapter.named.items()
 
     def score_tokens(self, token_ids: Sequence[int]) -> TokenScores:
-        """Score one text by itself, through the same packed forward as training.
+        """Score one text by itself, through the same packed forward as training."""
+        with self.computing(), self._without_dropout():
+            scores = with_whole_weights(self.model, self._score_tokens, token_ids)
+        release_whole_weights(self.model)  # no backward pass does
+        return scores
 
-        Gradients are computed and dropped: without them, compiled layers would be compiled again.
-        """
+    def _score_tokens(self, token_ids: Sequence[int]) -> TokenScores:
+        """Gradients are computed and dropped: without them, compiled layers would be compiled again."""
         ids_T = torch.tensor(token_ids, device=self.device)
         text = Segment((0, 0), (0, 0), ((0, len(ids_T)),))
-        with self.computing():
-            with self._without_dropout():
-                hidden_TE = self._hidden(self.model, ids_T, torch.arange(len(ids_T)), (text,)).detach()
-            weight_VE = self.model.get_output_embeddings().weight.detach()
-            ones_T = torch.ones(len(ids_T) - 1, device=self.device)
-            logprobs_T, _ = chosen_logprobs(hidden_TE[:-1], weight_VE, ids_T[1:], ones_T, chunk=self._chunk)
-            last_E = hidden_TE[-1].float()
-            next_V = torch.cat([part.float() @ last_E for part in weight_VE.split(self._chunk)])
-            return TokenScores(logprobs_T.cpu(), next_V.log_softmax(-1).cpu())
+        hidden_TE = self._hidden(self.model, ids_T, torch.arange(len(ids_T)), (text,)).detach()
+        weight_VE = self.model.get_output_embeddings().weight.detach()
+        ones_T = torch.ones(len(ids_T) - 1, device=self.device)
+        logprobs_T, _ = chosen_logprobs(hidden_TE[:-1], weight_VE, ids_T[1:], ones_T, chunk=self._chunk)
+        last_E = hidden_TE[-1].float()
+        next_V = torch.cat([part.float() @ last_E for part in weight_VE.split(self._chunk)])
+        return TokenScores(logprobs_T.cpu(), next_V.log_softmax(-1).cpu())
 
     def save_model(self, root: Path, name: str) -> Path:
-        return _write_live(root, name, lambda folder: write_model(folder, dict(self.served_weights()), self._folder))
+        weights = self.saved_model()
+        return _write_live(root, name, lambda folder: write_model(folder, weights, self._folder))
 
     def save_weights(self, root: Path, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
         return _write_live(root, name, lambda folder: write_tensors(tensors, folder / FULL.weights, metadata))
 
     def save_adapter(self, root: Path, name: str) -> Path:
-        return _write_live(root, name, lambda folder: write_adapter(folder, self.adapter, self.live))
+        live = self.saved_live()
+        return _write_live(root, name, lambda folder: write_adapter(folder, self.adapter, live))
 
-    def _train_adapters(self) -> None:
-        from treadle.train.lora import adapter_parameters, add_adapters, original_weights, set_dropout, without_dropout
+    def saved_model(self) -> dict[str, Tensor]:
+        """What `served_weights` yields, whole, for rank 0 to write; all ranks must call this together."""
+        return self._for_saving(self.served_weights())
+
+    def saved_live(self) -> dict[str, Tensor]:
+        """The trained parameters, in the same way."""
+        return self._for_saving((name, whole(p.detach())) for name, p in self.live.items())
+
+    def saved_weights(self) -> dict[str, Tensor]:
+        """The model's own weights, without adapters, in the same way."""
+        return self._for_saving((name, whole(weight)) for name, weight in self._detached.items())
+
+    def _for_saving(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """With several ranks in the host memory of rank 0: no card has to hold the whole model."""
+        if self.ranks.size == 1:
+            return dict(weights)
+        return {name: weight.cpu() for name, weight in weights if self.ranks.leads}
+
+    def _changed_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """The weights that training changes, by the engine's names, possibly sharded."""
+        if self.adapter is None:
+            return self.live.items()
+        from treadle.train.lora import merged_weights
+
+        return merged_weights(self.adapter)
+
+    def _add_adapters(self) -> None:
+        from treadle.train.lora import add_adapters, without_dropout
 
         self.adapter = add_adapters(self.model, self._config)
-        set_dropout(self.adapter, on=self._config.lora_dropout > 0)
         self._without_dropout = partial(without_dropout, self.adapter)
-        self.weights = original_weights(self.adapter)
-        self.live = adapter_parameters(self.adapter)
+
+    def _switch_dropout_on(self) -> None:
+        from treadle.train.lora import set_dropout
+
+        set_dropout(self.adapter, on=True)
+
+    def _find_parameters(self) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+        """(all weights of the model, those that are trained)"""
+        if self.adapter is not None:
+            from treadle.train.lora import adapter_parameters, original_weights
+
+            return original_weights(self.adapter), adapter_parameters(self.adapter)
+        weights = dict(self.model.named_parameters())  # a tied parameter appears once
+        return weights, {name: p for name, p in weights.items() if p.requires_grad}
 
     def _hidden(self, model: Any, ids_T: Tensor, positions_T: Tensor, segments: tuple[Segment, ...]) -> Tensor:
         """The last hidden states of a packed row."""
@@ -223,6 +271,9 @@ class Policy:
         return states.last_hidden_state[0]
 
     def _score(self, model: Any, micro: Micro) -> tuple[Tensor, Tensor]:
+        return with_whole_weights(model, self._score_micro, model, micro)
+
+    def _score_micro(self, model: Any, micro: Micro) -> tuple[Tensor, Tensor]:
         hidden_TE = self._hidden(model, micro.token_ids_T, micro.positions_T, micro.segments)
         source_D, target_D, temperature_D = (
             values_L[micro.first_D].to(self.device)
@@ -235,14 +286,14 @@ class Policy:
 
 
 def load_policy(
-    folder: Path, config: TrainConfig, *, shared: dict[str, Tensor] | None = None, ranks: Ranks = ALONE
+    folder: Path, config: TrainConfig, *, shared: Mapping[str, Tensor] | None = None, ranks: Ranks = ALONE
 ) -> Policy:
     """A policy with its own weights; publishes are also written to `shared`."""
     kind: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     device = choose_device(config.device)
     options = loading_options(config.quantization, kind, device)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, **options)
-    model = model if options else model.to(device)
+    model = model if options or ranks.size > 1 else model.to(device)  # shards are moved there
     return Policy(model, config, folder=folder, shared=shared, ranks=ranks)
 
 
@@ -270,7 +321,7 @@ def share_policy(layout: Layout, config: TrainConfig, ranks: Ranks = ALONE, *, h
     has_one_copy = has_one_copy and (is_frozen or not (config.lora or config.epochs > 1))
     if not has_one_copy or is_elsewhere or ranks.size > 1:
         own = config.model_copy(update={"dtype": layout.dtype})
-        return load_policy(Path(layout.model), own, shared=map_weights(layout) if ranks.leads else None, ranks=ranks)
+        return load_policy(Path(layout.model), own, shared=map_weights(layout) if ranks.leads else {}, ranks=ranks)
     # Only parameters are empty; buffers (such as the rotary frequencies) are computed by the model's code.
     model_config = AutoConfig.from_pretrained(layout.model)
     with init_empty_weights(include_buffers=False):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,13 +114,6 @@ class TrainerProgress:
         return ProcessFacts(state=state, policy_version=version, counts={"micros": float(self._num_micros)})
 
 
-def write_weights(policy: Publishable, version: int) -> PublishResult:
-    """The publish of ranks other than 0: writes the new weights, while rank 0 publishes and the engine is paused."""
-    started = time.monotonic()
-    policy.write_live_weights()
-    return PublishResult(version=version, wait_s=0.0, write_s=time.monotonic() - started)
-
-
 def run_trainer(config: TrainConfig) -> None:
     stop = StopSwitch()
     ranks = join_ranks(config)
@@ -161,15 +153,14 @@ def out_of_memory_error(error: RuntimeError, config: TrainConfig) -> OutOfMemory
 def _train(
     config: TrainConfig, ranks: Ranks, mode: WatchedSync, waits: Waits, stop: StopSwitch, progress: TrainerProgress
 ) -> None:
-    _compile_while_engine_loads(config, progress)
+    if ranks.size == 1:  # sharded layers are compiled differently
+        _compile_while_engine_loads(config, progress)
     engine = mode.attach()
     if ranks.leads and engine.layout is not None and not config.mode.adapters:
         engine = _with_untrained_weights(engine, engine.layout, mode, config)
     # The sync mode decides where the live weights are; rank 0 alone publishes them.
     with report_loading(progress.loads):
         policy = build_policy(engine, config, ranks)
-    if not ranks.leads:
-        torch.manual_seed(config.seed + ranks.rank)  # adapters start equal on all ranks, dropout differs
     reference = policy.reference(engine.folder) if config.kl_coef > 0 and config.kl_against == "reference" else None
     optimizer = build_optimizer(policy, config)
     checkpoints = Checkpoints(config.save_path, engine.folder, config.keep_checkpoints, ranks)
@@ -197,7 +188,7 @@ def _train(
     log.info("ready", step=restored.step, steps=config.steps, sequences_per_step=config.sequences_per_step)
     try:
         train(
-            config, policy, optimizer, feed, mode.publish if ranks.leads else write_weights, checkpoints, tracker,
+            config, policy, optimizer, feed, mode.publish, checkpoints, tracker,
             reference=reference, restored=restored, tokens=tokens, health_file=health_file, check_stop=progress.check,
             card=share_card(config, engine.layout, policy.device) if ranks.leads else None,
         )  # fmt: skip

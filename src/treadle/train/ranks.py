@@ -1,10 +1,9 @@
-"""Run several trainer processes as one: each takes a share of the micros and owns a share of the optimizer state.
+"""Join several trainer processes (ranks), and exchange messages, numbers and stops among them.
 
-    rank 0   leases ──batch──> all      each: own micros ──> gradients ──sum──> owner of each parameter
-                                        owner: clip, step ──> its live weights ──> all ──> rank 0 publishes
+    rank 0   leases ──batch──> all      each: own micros ──> gradients, summed over ranks while backward runs (FSDP2,
+             sharding.py) ──> optimizer step on its own rows ──> rank 0 publishes, one whole weight at a time
 
-Every parameter has one owner, which alone keeps its master and moments (ZeRO stage 1). Weights and gradients are
-complete on every rank. The loop does not know how many ranks there are.
+The loop is the same on every rank; rank 0 alone talks to hub, engine and trackers.
 """
 
 from __future__ import annotations
@@ -12,15 +11,17 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
 
 import msgspec
+import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from treadle.config import TrainConfig
 from treadle.errors import ConfigError, ProcessDied
@@ -31,6 +32,7 @@ from treadle.train.stop import StopRequested
 
 log = get_logger("ranks")
 
+ENDING_S = 2.0  # until a process whose connections closed has ended
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Variables of Atropos' weight broadcast. torchrun sets MASTER_* too, together with WORLD_SIZE.
 BROADCAST_VARIABLES = ("NUM_INFERENCE_NODES", "MASTER_ADDR", "MASTER_PORT")
@@ -38,17 +40,20 @@ USE_TORCHRUN = "start the trainer with torchrun --nproc-per-node N -m treadle tr
 
 
 def balance(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
-    """Indices of items by rank, such that the total costs are about equal. Deterministic. Pure.
+    """Indices of items by rank, about equal in cost, and in number except for one. Deterministic. Pure.
 
-    Greedy: the most expensive item first, each to the rank with the lowest total.
+    Ranks compute layers together, so a rank with fewer micros has to wait for the others in any case. Greedy: the most
+    expensive item first, each to the rank with the lowest total among those that have space.
 
     >>> balance([4.0, 3.0, 3.0, 2.0], 2), balance([5.0], 3)
     ([[0, 3], [1, 2]], [[0], [], []])
     """
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     totals = [0.0] * num_ranks
+    space = -(-len(costs) // num_ranks)
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        cheapest = min(range(num_ranks), key=lambda rank: totals[rank])
+        open_ranks = [rank for rank in range(num_ranks) if len(shares[rank]) < space]
+        cheapest = min(open_ranks, key=lambda rank: totals[rank])
         shares[cheapest].append(index)
         totals[cheapest] += costs[index]
     return [sorted(share) for share in shares]
@@ -64,8 +69,8 @@ class _SentStats(msgspec.Struct, frozen=True):
 class Ranks:
     """This process among all ranks. `Ranks()` is a single process, for which exchanges change nothing.
 
-    With several ranks the caller has opened torch.distributed's process group with `timeout_s`. GPU tensors use NCCL.
-    Data in host memory (messages, the gradients of adamw_cpu) use Gloo, which does not wait for the GPU.
+    With several ranks the caller has opened torch.distributed's process group with `timeout_s`. GPU tensors use NCCL,
+    messages in host memory Gloo, which does not wait for the GPU.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, timeout_s: float = math.inf) -> None:
@@ -73,30 +78,20 @@ class Ranks:
         self.size = size
         self.timeout_s = timeout_s
         self.leads = rank == 0  # it talks to hub, engine and trackers, and writes the model
+        self._processes: list[tuple[str, int]] = []  # (host, pid) by rank
 
-    def own(self, costs: Sequence[float]) -> list[int]:
-        """Indices assigned to this rank, balanced by cost. All ranks must pass the same costs."""
-        return balance(costs, self.size)[self.rank]
+    def turns(self, costs: Sequence[float]) -> list[int | None]:
+        """Indices assigned to this rank, balanced by cost, and None for turns in which only other ranks have one: all
+        ranks take the same number of turns. All must pass the same costs."""
+        shares = balance(costs, self.size)
+        own = shares[self.rank]
+        return [*own, *[None] * (max(map(len, shares)) - len(own))]
 
-    def owners(self, live: Mapping[str, Tensor]) -> dict[str, int]:
-        """The rank that keeps each parameter's optimizer state, balanced by size."""
-        names = list(live)
-        shares = balance([float(live[name].numel()) for name in names], self.size)
-        return {names[index]: rank for rank, share in enumerate(shares) for index in share}
-
-    def owned(self, live: Mapping[str, Tensor]) -> set[str]:
-        return {name for name, rank in self.owners(live).items() if rank == self.rank}
-
-    @contextmanager
-    def agreeing(self, check_stop: Callable[[], None]) -> Iterator[None]:
-        """Around work that a stop may interrupt: StopRequested is then raised on all ranks or on none."""
-        if self.size == 1:
-            yield
-            return
+    def check_stop(self, check_stop: Callable[[], None]) -> None:
+        """`check_stop` on every rank: StopRequested is raised on all of them or on none."""
         wants_to_stop = False
         try:
-            yield
-            check_stop()  # a rank without micros may be the one that got the signal
+            check_stop()
         except StopRequested:
             wants_to_stop = True
         if self.reduce(float(wants_to_stop), "max", "agreeing whether to stop"):
@@ -119,34 +114,9 @@ class Ranks:
         if self.size == 1:
             return number
         value = torch.tensor([number], dtype=torch.float64)
-        with self._during(phase):
+        with self.during(phase):
             dist.all_reduce(value, op=dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX)
         return float(value)
-
-    @torch.no_grad()
-    def sum_to_owners(self, gradients: Mapping[str, Tensor]) -> None:
-        """Sum each gradient over the ranks at its parameter's owner; it becomes zero on the other ranks."""
-        if self.size == 1:
-            return
-        owners = self.owners(gradients)
-        with self._during("adding up the gradients"):
-            started = [dist.reduce(g, dst=owners[name], async_op=True) for name, g in gradients.items()]
-            for work in started:
-                work.wait()
-        for name, gradient in gradients.items():
-            if owners[name] != self.rank:
-                gradient.zero_()  # partial sums may have been left there
-
-    @torch.no_grad()
-    def broadcast_weights(self, live: Mapping[str, Tensor]) -> None:
-        """Send every owner's weights to all ranks."""
-        if self.size == 1:
-            return
-        owners = self.owners(live)
-        with self._during("handing out the new weights"):
-            started = [dist.broadcast(p.detach(), src=owners[name], async_op=True) for name, p in live.items()]
-            for work in started:
-                work.wait()
 
     def barrier(self, phase: str) -> None:
         """Wait for all ranks; `phase` names the work in errors."""
@@ -157,7 +127,7 @@ class Ranks:
         if self.size == 1:
             return message
         length = torch.tensor([len(message)])
-        with self._during(phase):
+        with self.during(phase):
             dist.broadcast(length, src=0)
             content = bytearray(message) if self.leads else bytearray(int(length))
             if content:
@@ -169,7 +139,7 @@ class Ranks:
         if self.size == 1:
             return [message]
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        with self._during(phase):
+        with self.during(phase):
             dist.all_gather(lengths, torch.tensor([len(message)]))
             longest = max(map(int, lengths))
             rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
@@ -185,16 +155,45 @@ class Ranks:
             dist.destroy_process_group()
 
     @contextmanager
-    def _during(self, phase: str) -> Iterator[None]:
+    def during(self, phase: str) -> Iterator[None]:
         """A lost rank ends the others here: at once when its connections close, else after `timeout_s`."""
         try:
             yield
         except RuntimeError as error:  # the narrowest class that both of torch's backends raise
+            if self.size == 1 or not _is_lost_connection(error):
+                raise
             raise ProcessDied(
-                f"rank {self.rank} of {self.size} lost the others while {phase}: {first_sentence(error)}",
+                f"rank {self.rank} of {self.size} lost {self._lost_ranks()} while {phase}: {first_sentence(error)}",
                 fix="the rank that ended first says why in its log; fix that and start all of them again. If none "
                 f"ended, one was silent for {self.timeout_s:g} s: give --ranks-timeout-s more",
             ) from error
+
+    def introduce(self) -> None:
+        """Tell all ranks which process this is, so that errors can name those that end."""
+        own = msgspec.json.encode((socket.gethostname(), os.getpid()))
+        self._processes = [msgspec.json.decode(place) for place in self.gather("finding the others", own)]
+
+    def _lost_ranks(self) -> str:
+        """The ranks on this machine that have ended; a process ends shortly after its connections."""
+        here = {rank: pid for rank, (host, pid) in enumerate(self._processes) if host == socket.gethostname()}
+        deadline = time.monotonic() + ENDING_S
+        while not (ended := [f"rank {rank} (process {pid})" for rank, pid in here.items() if not _is_alive(pid)]):
+            if time.monotonic() > deadline:
+                return "the others"
+            time.sleep(0.05)
+        return ", ".join(ended)
+
+
+def _is_lost_connection(error: RuntimeError) -> bool:
+    """Whether an error comes from torch's collectives; Gloo has no class of its own, but names its source file."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 ALONE = Ranks()
@@ -230,6 +229,7 @@ def join_ranks(config: TrainConfig) -> Ranks:
     if rank > 0:
         logging.getLogger("treadle").setLevel(logging.ERROR)  # rank 0 logs for all
     ranks = Ranks(rank, size, config.ranks_timeout_s)
+    ranks.introduce()
     _check_same_settings(config, ranks)
     log.info("ranks", size=size, backend=backend, timeout_s=config.ranks_timeout_s)
     return ranks

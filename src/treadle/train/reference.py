@@ -65,8 +65,8 @@ def build_reference(
         log.info("reference", kind="the policy with its adapters off")
         return Reference(adapted.get_base_model(), score, adapted.disable_adapter)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    prepare(model)
     model.eval().requires_grad_(False)
+    prepare(model)
     if offload and device.type != "cpu":  # on a CPU the weights are in host memory already
         log.info("reference", kind="a copy in host memory", folder=str(folder))
         return Reference(model, score, offload_to_host(model, device).loaded)

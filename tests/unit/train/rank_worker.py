@@ -24,12 +24,12 @@ from treadle.errors import TreadleError
 from treadle.sync.modes import OfflineSync
 from treadle.train.checkpoint import Checkpoints
 from treadle.train.feed import open_feed
-from treadle.train.loop import FROM_THE_START, accumulate_gradients, train
+from treadle.train.loop import FROM_THE_START, FrozenLogprobs, accumulate_gradients, train
 from treadle.train.optimizers import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import load_policy
-from treadle.train.process import write_weights
 from treadle.train.ranks import join_ranks
+from treadle.train.sharding import join_parts, own_part, whole
 from treadle.train.stop import StopRequested
 from treadle.wire.groups import LeasedBatch, ScoredGroup
 
@@ -119,8 +119,10 @@ def run_job(job, ranks):
     model = Path(job["model"])
     groups = batches(job["batches"], job["steps"])
     config = TrainConfig(steps=job["steps"], **(SETTINGS | job.get("settings", {})))
-    torch.manual_seed(job.get("seed", 0) + ranks.rank)
+    torch.manual_seed(job.get("seed", 0))
     policy = load_policy(model, config, ranks=ranks)
+    needs_reference = config.kl_coef > 0 and config.kl_against == "reference"
+    reference = policy.reference(model) if needs_reference else None
     optimizer = build_optimizer(policy, config)
     checkpoints = Checkpoints(Path(job["checkpoints"]), model, 2, ranks)
     restored = checkpoints.restore(policy, optimizer) if job.get("resume") else FROM_THE_START
@@ -130,20 +132,22 @@ def run_job(job, ranks):
     was_stopped = False
     try:
         train(
-            config, policy, optimizer, feed, OfflineSync(config).publish if ranks.leads else write_weights, checkpoints,
-            tracker, restored=restored, check_stop=trouble,
+            config, policy, optimizer, feed, OfflineSync(config).publish, checkpoints, tracker, restored=restored,
+            check_stop=trouble, reference=reference,
         )  # fmt: skip
     except StopRequested:
         was_stopped = True
-    weights = {name: p.detach() for name, p in policy.live.items()}
-    accumulate_gradients(policy, pack(groups[0], config, token_cost=policy.token_cost), config)
-    ranks.sum_to_owners(optimizer.gradients)
-    gradients = {name: g for name, g in optimizer.gradients.items() if name in ranks.owned(policy.live)}
+    sizes = {name: own_part(p).numel() for name, p in policy.live.items()}
+    weights = {name: whole(p.detach()) for name, p in policy.live.items()}
+    batch = pack(groups[0], config, token_cost=policy.token_cost)
+    accumulate_gradients(policy, batch, config, FrozenLogprobs(reference))
+    gradients = {name: whole(join_parts(policy.live[name], g)) for name, g in optimizer.gradients.items()}
+    state = {name: whole(tensor).contiguous() for name, tensor in optimizer.state().items()}
     out.mkdir(parents=True, exist_ok=True)
     save_file(weights, out / f"weights-{ranks.rank}.safetensors")
     save_file(gradients, out / f"gradients-{ranks.rank}.safetensors")
-    save_file(optimizer.state(), out / f"state-{ranks.rank}.safetensors")
-    outcome = {"stopped": was_stopped, "restored": restored.step, "num_own": len(ranks.owned(policy.live))}
+    save_file(state, out / f"state-{ranks.rank}.safetensors")
+    outcome = {"stopped": was_stopped, "restored": restored.step, "num_own": sum(sizes.values())}
     (out / f"outcome-{ranks.rank}.json").write_text(json.dumps(outcome))
     if ranks.leads:
         (out / "rows.json").write_text(json.dumps(tracker.rows))
@@ -153,16 +157,11 @@ def run_job(job, ranks):
 
 
 def exchange(ranks):
-    """What this rank has after a few exchanges, of which the gradients cancel out over all ranks."""
-    share = 1.0 if ranks.rank else 1.0 - ranks.size
-    gradients = {name: torch.full((size,), share) for name, size in (("large", 5), ("small", 2), ("tiny", 1))}
-    ranks.sum_to_owners(gradients)
+    """What this rank has after a few exchanges."""
     return {
-        "sums": [g.abs().max().item() for g in gradients.values()],
         "gathered": [m.decode() for m in ranks.gather("a test", b"x" * ranks.rank)],
         "broadcast": [ranks.broadcast("a test", message * ranks.leads).decode() for message in (b"hello", b"")],
         "numbers": [ranks.reduce(ranks.rank + 1.0, "sum"), ranks.reduce(ranks.rank, "max")],
-        "owned": sorted(ranks.owned(gradients)),
     }
 
 

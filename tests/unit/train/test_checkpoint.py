@@ -64,7 +64,7 @@ def assert_same(left, right):
 
 @pytest.mark.parametrize(("optimizer_name", "lora"), CASES)
 def test_a_restored_run_goes_on_bit_for_bit(model_folder, tmp_path, monkeypatch, optimizer_name, lora):
-    monkeypatch.setattr(model_files, "SHARD_BYTES", 1 << 14)
+    monkeypatch.setattr(model_files, "SHARD_BYTES", 1 << 13)
     policy, optimizer = new_parts(model_folder, optimizer_name, lora=lora)
     take_steps(policy, optimizer, 1, 3)
     Checkpoints(tmp_path, model_folder, keep=2).save(3, policy, optimizer, Totals(elapsed_s=12.5, num_tokens=99))
@@ -97,18 +97,6 @@ def test_only_chosen_layers_are_trained_and_all_weights_are_saved(model_folder, 
     assert_same({name: p.detach() for name, p in resumed.weights.items()}, saved)
     with pytest.raises(TrainingError, match="does not fit what is trained now"):
         checkpoints.restore(*new_parts(model_folder, name, train_layer_indices="0"))
-
-
-def test_random_numbers_go_on_where_they_were(model_folder, tmp_path):
-    policy, optimizer = new_parts(model_folder)
-    torch.manual_seed(7)
-    torch.rand(3)
-    checkpoints = Checkpoints(tmp_path, model_folder, keep=1)
-    checkpoints.save(1, policy, optimizer, Totals())
-    following = torch.rand(5)
-    torch.manual_seed(1)
-    checkpoints.restore(policy, optimizer)
-    assert torch.equal(torch.rand(5), following)
 
 
 def test_a_checkpoint_is_an_ordinary_model_folder(model_folder, tmp_path):

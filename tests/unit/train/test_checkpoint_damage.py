@@ -51,7 +51,7 @@ def flips(raw, every=1):
 
 def manifest_of(step, hashes, **values):
     origin = ModelOrigin(config="c0ffee", weights="5eed")
-    return Manifest(step=step, sha256=hashes, origin=origin, optimizer="adamw", num_ranks=1, **values)
+    return Manifest(step=step, sha256=hashes, origin=origin, optimizer="adamw", **values)
 
 
 def test_every_flipped_bit_of_a_manifest_is_detected(tmp_path):

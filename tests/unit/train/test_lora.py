@@ -121,7 +121,7 @@ def test_merged_weights_compute_the_same_as_adapters(folder):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_served_adapter_equals_an_engines_copy_of_the_saved_one(folder, dtype, alpha):
     adapted = add_adapters(load(folder), LoraOptions(lora=True, lora_r=24, lora_alpha=alpha))
-    served = ServedAdapter(adapted, dtype)
+    served = ServedAdapter(adapted, dtype, torch.device("cpu"))
     for _ in range(2):
         scramble(adapted)
         served.refresh()

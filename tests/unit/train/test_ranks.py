@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from tests.tiny_model import write_tiny_model
 from tests.unit.train import rank_worker
 from treadle.config import TrainConfig
+from treadle.config.train import OBJECTIVES
 from treadle.errors import ConfigError
 from treadle.support import fast_dtype
 from treadle.train.ranks import ALONE, balance, choose_rank_device, join_ranks
@@ -31,6 +32,15 @@ STEPS = 3
 QUICK_OPTIMIZERS = ("adamw", "muon")  # one that works element by element, one that needs whole matrices
 OPTIMIZERS = (*QUICK_OPTIMIZERS, "adafactor", "adamw_cpu")
 KINDS = ("alive", "some dead")
+# Settings that are compared with a single rank, besides the optimizers. Relative differences are at most 1e-5.
+QUICK_VARIANTS: dict[str, dict[str, object]] = {
+    "reference": {"kl_coef": 0.1, "kl_against": "reference", "epochs": 2},
+    "adapters": {"lora": True, "lora_dropout": 0.1, "kl_coef": 0.1, "kl_against": "reference"},
+    "zero2": {"shard": "zero2", "gradient_checkpointing": True},
+    "one layer": {"train_layer_indices": "1", "objective": "gspo"},
+}
+VARIANTS = {**QUICK_VARIANTS, **{name: {"objective": name} for name in OBJECTIVES}}
+REPLICATED = {"replicas": {"replicas": 2}}  # of 4 ranks
 RESUMED = {
     "adamw": {"optimizer": "adamw"},
     "adamw_8bit": {"optimizer": "adamw_8bit", "dtype": fast_dtype("cpu")},
@@ -43,7 +53,9 @@ NOT_OF_TIME = (
     "batch/microbatches_per_step", "batch/forwarded_tokens_per_step", "skipped_steps",
 )  # fmt: skip
 
-EACH_NUMBER_OF_RANKS = pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.full)])
+EACH_NUMBER_OF_RANKS = pytest.mark.parametrize(
+    "num_ranks", [2, *(pytest.param(number, marks=pytest.mark.full) for number in (3, 4))]
+)
 EACH_OPTIMIZER = pytest.mark.parametrize(
     "optimizer", [*QUICK_OPTIMIZERS, *(pytest.param(name, marks=pytest.mark.full) for name in OPTIMIZERS[2:])]
 )
@@ -88,6 +100,16 @@ def compared_jobs(model, folder, optimizers):
     ]  # fmt: skip
 
 
+def variant_jobs(model, folder, variants):
+    return [
+        {
+            "model": str(model), "out": str(folder / name), "steps": 2, "batches": "alive",
+            "checkpoints": str(folder / "checkpoints" / name), "settings": {"micro_tokens": 24, **settings},
+        }
+        for name, settings in variants.items()
+    ]  # fmt: skip
+
+
 def resumed_jobs(model, folder):
     """Each setting three times: undisturbed; stopped by one rank in its third step; resumed from there."""
     jobs = []
@@ -104,10 +126,10 @@ def resumed_jobs(model, folder):
 
 
 def whole_looks(settings):
-    """How often rank 1 of 2 checks for a stop in one step: before each of its micros, and at the end."""
+    """How often each of 2 ranks checks for a stop in one step: before each turn."""
     config = TrainConfig(**(rank_worker.SETTINGS | settings))
     micros = rank_worker.pack(rank_worker.batches("alive", 1)[0], config).micros
-    return len(balance([m.cost for m in micros], 2)[1]) + 1
+    return max(map(len, balance([m.cost for m in micros], 2)))
 
 
 @pytest.fixture(scope="session")
@@ -123,9 +145,9 @@ def runs_folder(request, tmp_path_factory):
             is_full = any(item.get_closest_marker("full") for item in request.session.items)
             model = write_tiny_model(folder / "model", hidden_size=32, num_layers=2)
             if is_full:
-                make_runs(model, folders_in(folder), OPTIMIZERS, (2, 3))
+                make_runs(model, folders_in(folder), OPTIMIZERS, VARIANTS, (2, 3, 4))
             else:
-                make_runs(model, folders_in(folder), QUICK_OPTIMIZERS, (2,))
+                make_runs(model, folders_in(folder), QUICK_OPTIMIZERS, QUICK_VARIANTS, (2,))
             (folder / "is_complete").touch()
     return folder
 
@@ -142,11 +164,12 @@ def results(runs_folder):
 
 
 def folders_in(folder):
-    return {n: folder / f"ranks{n}" for n in (1, 2, 3)}
+    return {n: folder / f"ranks{n}" for n in (1, 2, 3, 4)}
 
 
-def make_runs(model, folders, optimizers, rank_counts):
-    for job in compared_jobs(model, folders[1], optimizers):
+def make_runs(model, folders, optimizers, variants, rank_counts):
+    alone = {name: settings | {"shard": "fsdp2"} for name, settings in variants.items()}
+    for job in [*compared_jobs(model, folders[1], optimizers), *variant_jobs(model, folders[1], alone)]:
         rank_worker.run_job(job, ALONE)
     rank_worker.run_job(longer_job(model, folders[1]), ALONE)
     runs = []
@@ -154,6 +177,7 @@ def make_runs(model, folders, optimizers, rank_counts):
         folder = folders[num_ranks]
         shutil.copytree(folders[1] / "checkpoints" / "adamw, alive", folder / "checkpoints" / "longer")
         jobs = [*compared_jobs(model, folder, optimizers), longer_job(model, folder) | {"resume": True}]
+        jobs += variant_jobs(model, folder, variants if num_ranks < 4 else variants | REPLICATED)
         runs.append((num_ranks, folder, 60.0, jobs + (resumed_jobs(model, folder) if num_ranks == 2 else [])))
     codes = run_ranks(*runs)
     for num_ranks, found in zip(rank_counts, codes, strict=True):
@@ -167,15 +191,6 @@ def longer_job(model, folder):
         "model": str(model), "out": str(folder / "longer"), "steps": STEPS + 2, "batches": "alive",
         "checkpoints": str(folder / "checkpoints" / "longer"),
     }  # fmt: skip
-
-
-def merged(folder, what, num_ranks):
-    tensors = {}
-    for rank in range(num_ranks):
-        part = load_file(folder / f"{what}-{rank}.safetensors")
-        assert not {n for n in part.keys() & tensors.keys() if not n.startswith(("counter.", "rounding."))}
-        tensors |= part
-    return tensors
 
 
 def rows(folder):
@@ -193,7 +208,7 @@ def test_several_ranks_train_as_one_does(results, num_ranks, kind, optimizer):
     for name, wanted in expected.items():
         torch.testing.assert_close(weights[0][name], wanted, atol=coarse, rtol=1e-4)
         assert all(torch.equal(other[name], weights[0][name]) for other in weights[1:])
-    gradients = merged(together, "gradients", num_ranks)
+    gradients = load_file(together / "gradients-0.safetensors")
     for name, wanted in load_file(alone / "gradients-0.safetensors").items():
         torch.testing.assert_close(gradients[name], wanted, atol=coarse, rtol=1e-3)
     assert len(rows(together)) == STEPS
@@ -212,16 +227,34 @@ def test_several_ranks_train_as_one_does(results, num_ranks, kind, optimizer):
 
 
 @EACH_NUMBER_OF_RANKS
+@pytest.mark.parametrize(
+    "name", [*QUICK_VARIANTS, *(pytest.param(n, marks=pytest.mark.full) for n in (*OBJECTIVES, *REPLICATED))]
+)
+def test_losses_and_gradients_of_several_ranks_are_those_of_one(results, num_ranks, name):
+    if name in REPLICATED and num_ranks != 4:
+        pytest.skip("two copies of two shards")
+    alone, together = results[1] / (name if name in VARIANTS else "grpo"), results[num_ranks] / name
+    for got, wanted in zip(rows(together), rows(alone), strict=True):
+        assert {key: got[key] for key in NOT_OF_TIME} == pytest.approx(
+            {key: wanted[key] for key in NOT_OF_TIME}, rel=1e-5, abs=1e-7, nan_ok=True
+        )
+    gradients = load_file(together / "gradients-0.safetensors")
+    for parameter, wanted in load_file(alone / "gradients-0.safetensors").items():
+        assert float((gradients[parameter] - wanted).norm()) <= 1e-5 * float(wanted.norm()) + 1e-12, parameter
+
+
+@EACH_NUMBER_OF_RANKS
 @EACH_OPTIMIZER
-def test_each_rank_keeps_its_share_of_the_optimizers_state(results, num_ranks, optimizer):
-    together = results[num_ranks] / f"{optimizer}, alive"
-    state = merged(together, "state", num_ranks)
-    assert state.keys() == load_file(results[1] / f"{optimizer}, alive" / "state-0.safetensors").keys()
-    sizes = []
-    for rank in range(num_ranks):
-        own = load_file(together / f"state-{rank}.safetensors")
-        sizes.append(sum(t.numel() for name, t in own.items() if name.startswith("master.")))
-    assert min(sizes) > 0.8 * max(sizes)
+def test_each_rank_keeps_its_rows_of_every_weight(results, num_ranks, optimizer):
+    together, alone = (results[n] / f"{optimizer}, alive" for n in (num_ranks, 1))
+    (total,), sizes = (
+        [json.loads((folder / f"outcome-{rank}.json").read_text())["num_own"] for rank in range(n)]
+        for folder, n in ((alone, 1), (together, num_ranks))
+    )
+    assert sum(sizes) == total
+    assert max(sizes) < 1.1 * total / num_ranks
+    state = load_file(together / "state-0.safetensors")
+    assert state.keys() == load_file(alone / "state-0.safetensors").keys()
 
 
 def test_a_step_without_signal_changes_nothing_on_any_rank(results):
@@ -260,10 +293,11 @@ def test_one_process_goes_on_from_the_checkpoint_of_two(results, model, tmp_path
     assert json.loads((tmp_path / "outcome-0.json").read_text())["restored"] == 4
     for parameter, weight in load_file(whole / "weights-0.safetensors").items():
         assert torch.equal(load_file(tmp_path / "weights-0.safetensors")[parameter], weight)
-    saved = merged(whole, "state", 2)
+    saved = load_file(whole / "state-0.safetensors")
     got = load_file(tmp_path / "state-0.safetensors")
     assert got.keys() == saved.keys()
-    assert all(torch.equal(got[key], saved[key]) for key in saved if not key.startswith("rounding."))
+    if name == "adamw":  # adamw_8bit rounds its moments again, because blocks do not end where shards end
+        assert all(torch.equal(got[key], saved[key]) for key in saved)
 
 
 @EACH_NUMBER_OF_RANKS
@@ -292,7 +326,8 @@ def test_a_lost_rank_ends_the_others_with_a_sentence(model, tmp_path):
     assert time.monotonic() - started < 60  # the connections of a killed rank close: nobody waits for the timeout
     for kind, rank, size in (("killed", 0, 3), ("killed", 2, 3), ("silent", 0, 2)):
         output = (tmp_path / kind / f"stderr-{rank}.txt").read_text()
-        assert f"treadle: rank {rank} of {size} lost the others while agreeing whether to stop: " in output
+        lost = "rank 1 (process " if kind == "killed" else "the others while "
+        assert f"treadle: rank {rank} of {size} lost {lost}" in output
         assert "-> the rank that ended first says why in its log" in output
         assert "Traceback" not in output
     assert "rank 1 has another seed than rank 0" in (tmp_path / "odd" / "stderr-1.txt").read_text()
@@ -302,21 +337,16 @@ def test_a_lost_rank_ends_the_others_with_a_sentence(model, tmp_path):
 def test_collective_operations_give_the_same_result_on_each_rank(results, num_ranks):
     exchanged = [json.loads((results[num_ranks] / f"exchanged-{r}.json").read_text()) for r in range(num_ranks)]
     for rank in exchanged:
-        assert rank["sums"] == [0.0, 0.0, 0.0]  # at the owner, and what is left elsewhere
         assert rank["gathered"] == ["", "x", "xx"][:num_ranks]
         assert rank["broadcast"] == ["hello", ""]
         assert rank["numbers"] == [{2: 3.0, 3: 6.0}[num_ranks], num_ranks - 1]
-    assert [rank["owned"] for rank in exchanged] == [
-        [["large"], ["small", "tiny"]],
-        [["large"], ["small"], ["tiny"]],
-    ][num_ranks - 2]
 
 
 def test_a_single_process_opens_no_group(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert join_ranks(TrainConfig()) is ALONE
     assert not torch.distributed.is_initialized()
-    assert ALONE.own([3.0, 1.0, 2.0]) == [0, 1, 2]
+    assert ALONE.turns([3.0, 1.0, 2.0]) == [0, 1, 2]
 
 
 def test_unused_variables_of_atropos_broadcast_are_reported(monkeypatch, caplog):

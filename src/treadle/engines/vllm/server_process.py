@@ -28,7 +28,6 @@ import treadle
 from treadle.config import EngineConfig
 from treadle.engines.interface import EngineFacts
 from treadle.engines.model_folder import check_model_folder, read_checkpoint_facts
-from treadle.engines.models import cache_folder
 from treadle.engines.vllm import child_guard
 from treadle.engines.vllm.command import (
     MODEL_NAME,
@@ -45,6 +44,7 @@ from treadle.engines.vllm.completions import GENERATE, VllmRequest
 from treadle.errors import EngineError
 from treadle.log import get_logger
 from treadle.net.client import OK, BlockingHttpClient, LateAnswer, NoAnswer
+from treadle.sync.model_folders import cache_folder
 
 OnProgress = Callable[[str, int, int], None]  # ("loading safetensors checkpoint shards", 3, 4)
 

@@ -1,0 +1,110 @@
+"""Let rank 0 publish, while the other ranks help with what needs all of them.
+
+    rank 0    mode.publish(LeadingPolicy)  ──"served_weights"──>  every rank gathers the same weights, one at a time
+                                           ──"score_tokens"────>  every rank runs the same forward pass
+                                           ──"" (done)─────────>  the other ranks go on to the next step
+
+Sync modes know nothing of ranks: which calls they make, and in which order, is their business.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from treadle.sync.protocol import Publishable, PublishResult, TokenScores
+from treadle.train.policy import Policy
+from treadle.train.ranks import Ranks
+
+PHASE = "publishing the weights"
+Publish = Callable[[Publishable, int], PublishResult]
+
+
+class _Call(msgspec.Struct):
+    """What rank 0 is about to do with the policy; no name: the publish is complete."""
+
+    name: str = ""
+    token_ids: list[int] = []
+
+
+class LeadingPolicy:
+    """The policy as rank 0 publishes it: every call that needs all ranks is announced to the others first."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.vocab_size = policy.vocab_size
+        self.dtype: torch.dtype = policy.dtype
+        self.serves_copies = policy.serves_copies
+
+    def write_live_weights(self) -> None:
+        self._announce("write_live_weights")
+        self._policy.write_live_weights()
+
+    def served_weights(self) -> Iterator[tuple[str, Tensor]]:
+        self._announce("served_weights")
+        weights = self._policy.served_weights()
+        try:
+            yield from weights
+        finally:
+            deque(weights, maxlen=0)  # the others gather all of them, even if an error ends this early
+
+    def served_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        self._announce("served_adapter")
+        return self._policy.served_adapter()
+
+    def score_tokens(self, token_ids: Sequence[int]) -> TokenScores:
+        self._announce("score_tokens", token_ids)
+        return self._policy.score_tokens(token_ids)
+
+    def save_model(self, root: Path, name: str) -> Path:
+        self._announce("served_weights")
+        return self._policy.save_model(root, name)
+
+    def save_weights(self, root: Path, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
+        return self._policy.save_weights(root, name, tensors, metadata)
+
+    def save_adapter(self, root: Path, name: str) -> Path:
+        self._announce("saved_live")
+        return self._policy.save_adapter(root, name)
+
+    def complete(self) -> None:
+        self._announce("")
+
+    def _announce(self, name: str, token_ids: Sequence[int] = ()) -> None:
+        self._policy.ranks.broadcast(PHASE, msgspec.msgpack.encode(_Call(name, list(token_ids))))
+
+
+_FOLLOWED: Mapping[str, Callable[[Policy, _Call], object]] = {
+    "write_live_weights": lambda policy, _: policy.write_live_weights(),
+    "served_weights": lambda policy, _: deque(policy.served_weights(), maxlen=0),
+    "served_adapter": lambda policy, _: deque(policy.served_adapter(), maxlen=0),
+    "score_tokens": lambda policy, call: policy.score_tokens(call.token_ids),
+    "saved_live": lambda policy, _: policy.saved_live(),
+}
+
+
+def publish_with_ranks(publish: Publish, policy: Policy, version: int) -> PublishResult:
+    """`publish` on rank 0; the other ranks do their part of it. If it fails, rank 0 ends, and they with it."""
+    ranks = policy.ranks
+    with ranks.during(PHASE):
+        if ranks.size == 1:
+            return publish(policy, version)
+        if ranks.leads:
+            leading = LeadingPolicy(policy)
+            result = publish(leading, version)
+            leading.complete()
+            return result
+        return _follow(policy, ranks, version)
+
+
+def _follow(policy: Policy, ranks: Ranks, version: int) -> PublishResult:
+    started = time.monotonic()
+    while (call := msgspec.msgpack.decode(ranks.broadcast(PHASE), type=_Call)).name:
+        _FOLLOWED[call.name](policy, call)
+    return PublishResult(version=version, wait_s=0.0, write_s=time.monotonic() - started)
