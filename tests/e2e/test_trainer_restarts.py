@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
-from tests.e2e.processes import last_lines
+from tests.e2e.processes import end_of, environment, free_port, last_lines, running, wait_until_healthy
 from tests.e2e.runs import TINY_RUN, command
 from tests.e2e.test_interruptions import LaunchedRun
+from tests.e2e.test_several_trainers import post_groups
+from tests.hub_process import HubProcess
 from tests.tiny_model import write_tiny_model
 
 STEPS = 4
@@ -46,7 +52,7 @@ def assert_complete(run: Path, num_ranks: int) -> None:
     saved = {path.name for path in (run / "checkpoints").iterdir() if path.name.startswith("step_")}
     assert saved == {"step_2", "step_4"}
     names = {path.name for path in (run / "checkpoints" / "step_4").iterdir()}
-    assert {f"state-{rank}-000.tensors" for rank in range(num_ranks)} < names
+    assert {"model.safetensors", "state-000.tensors", "trainer.json"} < names
     assert (run / "checkpoints" / "final_model" / "model.safetensors").is_file()
     assert {path.name for path in (run / "tokens").iterdir()} == {
         f"step-{step:06}.rank-{rank}" for step in range(1, STEPS + 1) for rank in range(num_ranks)
@@ -105,7 +111,56 @@ def test_ctrl_c_stops_all_ranks_after_the_same_step(tmp_path):
     assert launched.process.returncode == 130, last_lines(output)
     (saved,) = (path for path in (launched.run / "checkpoints").iterdir() if path.name.startswith("step_"))
     manifest = json.loads((saved / "trainer.json").read_text())
-    assert manifest["num_ranks"] == 2
     rows = [json.loads(line) for line in (launched.run / "metrics.jsonl").read_text().splitlines()]
     assert manifest["step"] == rows[-1]["step"]
     assert not [child for child in children.values() if child.is_running()]
+
+
+def wait_for(text: str, log: Path, times: int = 1, timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not log.is_file() or log.read_text().count(text) < times:
+        assert time.monotonic() < deadline, f"no '{text}':\n{end_of(log)}"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_torchrun_starts_the_ranks_again_with_max_restarts(tmp_path):
+    """Before the first checkpoint: the engine has adopted a version, and loads its own weights again."""
+    model = write_tiny_model(tmp_path / "model", hidden_size=32, num_layers=1)
+    port, engine_log, log = free_port(), tmp_path / "engine.log", tmp_path / "trainers.log"
+    engine_url = f"http://127.0.0.1:{port}"
+    engine_flags = ("--model", str(model), "--port", str(port), "--dtype", "float32", "--threads", "1")
+    with (
+        HubProcess(tmp_path) as hub,
+        running("engine", *engine_flags, "--weights-file", str(tmp_path / "shared.weights"), log=engine_log) as engine,
+    ):
+        wait_until_healthy(f"{engine_url}/health", engine, engine_log)
+        words = [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2",
+            "--master-port", str(free_port()), "-m", "treadle", "train", "--model", str(model), "--device", "cpu",
+            "--hub-url", hub.url, "--engine-url", engine_url, "--save-path", str(tmp_path / "out"), "--steps", "3",
+            "--batch-size", "4", "--lr", "0.001", "--warmup-steps", "0", "--share-prompts", "off",
+        ]  # fmt: skip
+        with log.open("ab") as output:
+            trainers = subprocess.Popen(words, stdout=output, stderr=output, env=environment())
+        try:
+            wait_for("trainer ready", log)
+            post_groups(hub, 2)
+            wait_for("trainer step step=1", log)
+            (victim,) = (
+                child
+                for child in psutil.Process(trainers.pid).children(recursive=True)
+                if child.environ().get("RANK") == "1"
+            )
+            victim.kill()
+            wait_for("trainer ready", log, times=2)
+            post_groups(hub, 4)
+            assert trainers.wait(120) == 0, end_of(log)
+        finally:
+            trainers.kill()
+            trainers.wait()
+        assert "engine_reset version=1" in log.read_text()
+        answer = httpx.post(f"{engine_url}/generate", json={"prompt": {"prompt_token_ids": [5, 6]}, "max_tokens": 1})
+        assert answer.json()["policy_version"] == 3
+    assert (tmp_path / "out" / "final_model" / "model.safetensors").is_file()
