@@ -40,7 +40,7 @@ def start(tmp_path: Path, *flags: str) -> LaunchedRun:
 
 
 def finish(launched: LaunchedRun) -> str:
-    output, _ = launched.process.communicate(timeout=150)
+    output, _ = launched.process.communicate(timeout=300)
     assert launched.process.returncode == 0, last_lines(output)
     return output
 

@@ -22,7 +22,7 @@ RANKS_END_S = 10.0  # for the other ranks to end by themselves
 SETTLE_S = 0.5
 NUM_QUOTED_LINES = 5
 _USER_ERROR_CODE = 2
-_LOST_OTHERS = re.compile(r"^rank \d+ of \d+ (lost|did not find) the others")
+_LOST_OTHERS = re.compile(r"^rank \d+ of \d+ (lost (the others|rank)|did not find the others)\b")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from treadle.launch.ranks import rank_variables
 from treadle.launch.restarts import Progress, RankEnd, TrainerRestarts, first_of, with_rendezvous
 from treadle.launch.supervisor import StopRequest, Supervisor
 
-LOST = RankEnd("trainer", 1, "rank 0 of 2 lost the others while adding up the gradients: Connection closed")
+LOST = RankEnd("trainer", 1, "rank 0 of 2 lost rank 1 (process 99) while adding up the gradients: Connection closed")
 KILLED = RankEnd("trainer-1", -9, "", "exit code -9, ended by SIGKILL")
 
 
