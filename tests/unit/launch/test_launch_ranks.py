@@ -85,6 +85,11 @@ def test_a_mode_that_publishes_files_broadcasts_nothing() -> None:
     assert "engine on GPUs 0-1 (tensor parallel 2), trainer on GPUs 2-3 (2 ranks)" in plan.notes
 
 
+def test_a_model_in_4_bits_is_trained_by_one_rank() -> None:
+    config = on_gpus(4, {"train.weight_bridge_mode": "lora_only", "train.quantization": "nf4"}).config
+    assert (config.engine.gpus, config.train.gpus) == ((0,), (1,))
+
+
 def test_gpus_of_the_user_decide_how_many_ranks_there_are() -> None:
     plan = on_gpus(8, {"train.gpus": "4,5", "engine.gpus": "0"})
     assert plan.config.train.gpus == (4, 5)

@@ -25,6 +25,8 @@ def restarts_at(*progress: Progress, max_restarts: int = 3) -> tuple[TrainerRest
 def test_the_rank_that_took_the_others_down_is_named() -> None:
     assert first_of([LOST, KILLED]) is KILLED
     assert first_of([LOST]) is LOST
+    cut_off = RankEnd("trainer", 1, "", "exit code 1", ("RuntimeError: Read error: Connection reset by peer.",))
+    assert first_of([cut_off, KILLED]) is KILLED
     restarts, said = restarts_at(Progress(7, 4))
     assert restarts.refusal([LOST, KILLED], 2) == ""
     assert said == [
