@@ -35,7 +35,9 @@ def rank_of(launched: LaunchedRun, rank: int) -> psutil.Process:
 
 def start(tmp_path: Path, *flags: str) -> LaunchedRun:
     model = write_tiny_model(tmp_path / "model", hidden_size=32, num_layers=1)
-    words = command(tmp_path / "runs", "--model", str(model), "--steps", str(STEPS), *TINY_RUN, *flags)
+    words = command(
+        tmp_path / "runs", "--model", str(model), "--steps", str(STEPS), *TINY_RUN, "--env.num-eval", "0", *flags
+    )
     return LaunchedRun(words, tmp_path / "runs")
 
 
