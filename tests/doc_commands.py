@@ -28,13 +28,19 @@ from tests.doc_pages import ROOT, Command
 from treadle import cli
 from treadle.config.atropos import NO_EFFECT
 from treadle.config.flags import FlagParser
-from treadle.config.load import explicit_keys
+from treadle.config.load import explicit_keys, with_values
 from treadle.envs.base import load_environment, prepare_task
 from treadle.errors import Problems
+from treadle.gpus import Gpu
 from treadle.help_texts import GUIDES
 from treadle.launch.attachment import merge_addresses
+from treadle.launch.machine import MachineFacts
 from treadle.launch.preflight import settle_environments, with_environments
+from treadle.launch.ranks import choose_layout
 
+# The machine that a command is for: one with GPUs, if it names some.
+NO_GPU = MachineFacts(num_cores=8, has_shared_memory=True)
+EIGHT_GPUS = MachineFacts(num_cores=8, has_shared_memory=True, has_gpu=True, gpus=(Gpu("NVIDIA H100", 85 * 10**9),) * 8)
 # What starts something, by the name under which the command line finds it.
 _STARTS = (
     (treadle.launch, "resume"), (treadle.hub.process, "serve"), (treadle.engines, "serve"), (treadle.train, "main"),
@@ -175,7 +181,8 @@ def _checks_of_run(config: Any, **_: object) -> int:
     config = settle_environments(with_environments(config, given), problems)
     problems.raise_all()
     config = merge_addresses(config, explicit)
-    config.check_together()
+    machine = EIGHT_GPUS if config.engine.gpus or config.train.gpus else NO_GPU
+    with_values(config, choose_layout(config, machine, explicit).settings).check_together()
     return 0
 
 

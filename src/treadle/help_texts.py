@@ -32,7 +32,8 @@ GUIDES = MappingProxyType({
                 "--train.seq-len", "--train.checkpoint-interval", "--train.track",
             ),
             "where it runs": (
-                "--engine.engine", "--engine.device", "--engine.vllm-python", "--hub.port", "--hub-url", "--engine-url",
+                "--engine.engine", "--engine.device", "--engine.gpus", "--train.gpus", "--engine.vllm-python",
+                "--hub.port", "--hub-url", "--engine-url",
             ),
         },
     ),

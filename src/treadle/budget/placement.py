@@ -82,7 +82,7 @@ class GpuWishes:
     tensor_parallel: int | None = None
     ranks: int | None = None
     is_one_copy: bool = False  # engine and trainer share one copy of the weights, which needs one GPU for both
-    can_split: bool = True  # the engine and the weight mode work with tensor parallelism
+    can_split: bool = True  # the engine works with tensor parallelism
 
 
 NO_WISHES = GpuWishes()
@@ -227,7 +227,7 @@ def _check_wishes(gpus: Sequence[int], wishes: GpuWishes) -> None:
     _check_count(wishes.engine_gpus, wishes.tensor_parallel, "engine.gpus", "engine.tensor-parallel-size")
     _check_count(wishes.train_gpus, wishes.ranks, "train.gpus", "train.ranks")
     if not wishes.can_split and max(len(wishes.engine_gpus or ()), wishes.tensor_parallel or 1) > 1:
-        raise ConfigError("this engine, or this weight mode, runs on one GPU", fix="give the engine one GPU")
+        raise ConfigError("the transformers engine runs on one GPU", fix="--engine.engine vllm, or one GPU for it")
 
 
 def _check_count(gpus: tuple[int, ...] | None, count: int | None, key: str, count_key: str) -> None:

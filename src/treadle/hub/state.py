@@ -64,6 +64,8 @@ class ProcessReports:
             return ReportTaken()
         if key not in self._reports and len(self._reports) >= MOST_PROCESSES:
             return ReportTaken()  # a report that is not kept asks for no stacks: nothing would ever remove that request
+        if key not in self._reports:
+            self._forget_crashed(report)
         self._reports[key] = (report, self._clock())
         self._blame(key, report)
         why = self._to_dump.pop(key, "")
@@ -71,6 +73,18 @@ class ProcessReports:
             self._dumped_s[key] = self._clock()
             return ReportTaken(dump=why)
         return ReportTaken()
+
+    def _forget_crashed(self, report: ProcessReport) -> None:
+        """A trainer that was started again replaces the one that could not say that it ends."""
+        same = [
+            key
+            for key, (other, _) in self._reports.items()
+            if report.kind == "trainer"
+            and (other.kind, other.machine, other.name) == (report.kind, report.machine, report.name)
+        ]
+        for key in same:
+            self._reports.pop(key)
+            self._to_dump.pop(key, None)
 
     def standings(self) -> list[LastReport]:
         self._forget_old()

@@ -39,14 +39,8 @@ def shares_card(config: RunConfig) -> bool:
     are_alike = (engine.device, engine.gpus) == (train.device, train.gpus)
     are_single = engine.tensor_parallel_size == 1 and train.ranks == 1
     samples_ahead = any(env.max_age > 0 for env in config.environments)
-    return (
-        are_alike
-        and are_single
-        and samples_ahead
-        and not config.engine_url
-        and has_vllm(engine)
-        and may_use_gpu(train.device)
-    )
+    is_one_card = are_alike and are_single and may_use_gpu(train.device)
+    return is_one_card and samples_ahead and not config.engine_url and has_vllm(engine)
 
 
 @contextmanager

@@ -51,12 +51,14 @@ def checked_start(config: RunConfig, explicit: frozenset[str], say: Say) -> Iter
     has_environment = problems.is_empty
     with problems.collected():
         config = merge_addresses(config, explicit)
+    placed = config
+    with problems.collected():  # before a model is downloaded; its shape decides only what nobody chose
+        layout = choose_layout(config, read_machine_facts({}), explicit)
+        placed = with_values(config, layout.settings)
     if has_environment:  # else the defaults of the environment are unknown
         with problems.collected():
             config = with_fitting_groups(config, explicit)
-            config.check_together()
-    with problems.collected():  # before a model is downloaded; its shape decides only what nobody chose
-        choose_layout(config, read_machine_facts({}), explicit)
+            with_fitting_groups(placed, explicit).check_together()
     with problems.collected():
         check_one_model(config, explicit)
     with problems.collected():

@@ -82,12 +82,15 @@ def choose_layout(
 
 def _wishes(config: RunConfig, explicit: frozenset[str]) -> GpuWishes:
     engine, train = config.engine, config.train
+    ranks = train.ranks if "train.ranks" in explicit else None
+    if train.quantization != "none" and "train.gpus" not in explicit:
+        ranks = ranks or 1  # 4-bit weights in several ranks are not tested
     keeps_one_copy = "train.use_shared_memory" in explicit and not train.use_shared_memory
     return GpuWishes(
         engine_gpus=engine.gpus if "engine.gpus" in explicit and not config.engine_url else None,
         train_gpus=train.gpus if "train.gpus" in explicit else None,
         tensor_parallel=engine.tensor_parallel_size if "engine.tensor_parallel_size" in explicit else None,
-        ranks=train.ranks if "train.ranks" in explicit else None,
+        ranks=ranks,
         is_one_copy=train.single_copy or (train.mode.in_memory and keeps_one_copy),
         can_split=has_vllm(engine),
     )

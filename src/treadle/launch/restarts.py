@@ -19,9 +19,11 @@ from treadle.launch.machine import find_port
 from treadle.launch.process_plan import ProcessSpec
 
 RANKS_END_S = 10.0  # for the other ranks to end by themselves
+SETTLE_S = 0.5
 NUM_QUOTED_LINES = 5
 _USER_ERROR_CODE = 2
-_LOST_OTHERS = re.compile(r"^rank \d+ of \d+ (lost|did not find) the others")
+_LOST_OTHERS = re.compile(r"^rank \d+ of \d+ (lost (the others|rank)|did not find the others)\b")
+_CLOSED = re.compile(r"Connection (closed|reset) by peer")  # an error of torch that nobody has translated
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class RankEnd:
     @property
     def is_victim(self) -> bool:
         """It ended because another rank did."""
-        return bool(_LOST_OTHERS.match(self.message))
+        is_cut_off = not self.message and self.code > 0 and any(map(_CLOSED.search, self.last_lines[-3:]))
+        return is_cut_off or bool(_LOST_OTHERS.match(self.message))
 
     @property
     def is_crash(self) -> bool:

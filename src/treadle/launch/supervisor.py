@@ -24,7 +24,7 @@ from treadle.background import awake_s
 from treadle.errors import ProcessDied, TreadleError, UserError
 from treadle.launch.machine import Listeners
 from treadle.launch.process_plan import ProcessSpec
-from treadle.launch.restarts import RANKS_END_S, RankEnd, TrainerRestarts, first_of, with_rendezvous
+from treadle.launch.restarts import RANKS_END_S, SETTLE_S, RankEnd, TrainerRestarts, first_of, with_rendezvous
 from treadle.net.address import HANDED_FD
 from treadle.net.probe import answers_ok
 
@@ -340,11 +340,13 @@ class Supervisor:
             self._children[spec.name] = ChildProcess(spec)
 
     def _wait_for_ranks(self, ranks: Sequence[ChildProcess]) -> list[ChildProcess]:
-        """The ranks that failed by themselves, in the order in which their ends were seen."""
+        """The ranks that failed by themselves, in the order in which their ends were seen. Other processes have
+        SETTLE_S to end too: what took them down may have taken down the trainer."""
         begun, failed = awake_s(), []
         while True:
             failed += [rank for rank in ranks if rank.poll() and rank not in failed]
-            if all(rank.poll() is not None for rank in ranks) or awake_s() - begun > RANKS_END_S:
+            have_ended = all(rank.poll() is not None for rank in ranks)
+            if awake_s() - begun > (SETTLE_S if have_ended else RANKS_END_S):
                 return failed
             time.sleep(_POLL_S)
             self._on_tick()

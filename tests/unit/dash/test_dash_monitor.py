@@ -77,22 +77,29 @@ def test_a_dead_engine_is_shown_and_a_run_without_engine_has_none():
     assert EngineMonitor({}).look() is None
 
 
-def test_each_of_several_environments_is_found_by_its_name(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("verb", "further", "own", "other"),
+    [
+        (["env", "echo", "serve"], [], "env-echo", "env-gsm8k"),
+        (["train"], ["--trainer-rank", "1"], "trainer-1", "trainer"),
+    ],
+)
+def test_each_of_several_environments_or_ranks_is_found(tmp_path: Path, verb, further, own, other):
     (tmp_path / "logs").mkdir()
-    for name in ("env-gsm8k", "env-echo"):
+    for name in (own, other):
         (tmp_path / "logs" / f"{name}.log").write_text("")
-    words = ["treadle", "env", "echo", "serve", "--config", str(tmp_path / "config.json")]
+    words = ["treadle", *verb, "--config", str(tmp_path / "config.json"), *further]
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", *words])
     clock = HandClock()
     table = ProcessTable(RunFolder(tmp_path), clock)
     try:
         deadline = time.monotonic() + 20
-        while (found := {one.name: one for one in table.look()})["env-echo"].state != "running":
+        while (found := {one.name: one for one in table.look()})[own].state != "running":
             assert time.monotonic() < deadline
             clock.now_s += 10
             time.sleep(0.05)
-        assert found["env-echo"].pid == child.pid
-        assert found["env-gsm8k"].state == "not running here"
+        assert found[own].pid == child.pid
+        assert found[other].state == "not running here"
     finally:
         child.kill()
         child.wait()

@@ -47,6 +47,24 @@ def test_a_late_wait_for_the_hub_dumps_its_stacks_once_a_minute() -> None:
         process_reports.hub_is_blamed = ""
 
 
+def test_a_trainer_that_was_started_again_replaces_the_one_that_was_killed() -> None:
+    process_reports = ProcessReports(FakeClock())
+    ranks = [
+        ProcessReport(kind="trainer", name=name, machine="m", pid=1 + n)
+        for n, name in enumerate(("trainer", "trainer-1"))
+    ]
+    for own in ranks:
+        process_reports.take(own)
+    process_reports.take(ProcessReport(kind="trainer", name="trainer-1", machine="m", pid=9))
+    assert [(one.report.name, one.report.pid) for one in process_reports.standings()] == [
+        ("trainer", 1),
+        ("trainer-1", 9),
+    ]
+    for pid in (1, 2):  # two environments may have one name
+        process_reports.take(ProcessReport(kind="env", name="env", machine="m", pid=pid))
+    assert len(process_reports.standings()) == 4
+
+
 def test_what_a_full_board_does_not_keep_is_not_blamed_either() -> None:
     process_reports = ProcessReports(FakeClock())
     for pid in range(MOST_PROCESSES + 100):

@@ -280,6 +280,20 @@ def test_an_alarm_is_said_once_in_a_plain_view_and_stands_in_the_panel(tmp_path:
     assert "! engine is silent" in text
 
 
+def test_a_restart_is_said_once_with_the_end_of_the_log(tmp_path: Path) -> None:
+    out = io.StringIO()
+    state, view = state_of(tmp_path, 25), PlainView(out)
+    state.status = RunStatus(restarts=("trainer-1 died after step 3\n  | its last line",))
+    view.update(state)
+    view.update(state)
+    assert out.getvalue().count("restart: trainer-1 died after step 3\n  | its last line\n") == 1
+    console = Console(file=io.StringIO(), record=True, width=100)
+    console.print(draw(state))
+    text = console.export_text()
+    assert "! trainer-1 died after step 3" in text
+    assert "its last line" not in text
+
+
 def test_the_panel_shows_each_process_with_what_it_does_or_waits_for(tmp_path: Path) -> None:
     def standing(kind: str, heard_s: float = 0.0, **more: object) -> LastReport:
         report = ProcessReport(kind=kind, name=kind, machine="m", pid=7, **more)  # type: ignore[arg-type]

@@ -1,0 +1,191 @@
+"""Trainer ranks that crash are started again: the decision (pure), and real processes under the supervisor."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from treadle.errors import ProcessDied, UserError
+from treadle.launch.process_plan import ProcessSpec
+from treadle.launch.ranks import rank_variables
+from treadle.launch.restarts import Progress, RankEnd, TrainerRestarts, first_of, with_rendezvous
+from treadle.launch.supervisor import StopRequest, Supervisor
+
+LOST = RankEnd("trainer", 1, "rank 0 of 2 lost rank 1 (process 99) while adding up the gradients: Connection closed")
+KILLED = RankEnd("trainer-1", -9, "", "exit code -9, ended by SIGKILL")
+
+
+def restarts_at(*progress: Progress, max_restarts: int = 3) -> tuple[TrainerRestarts, list[str]]:
+    said: list[str] = []
+    return TrainerRestarts(max_restarts, iter(progress).__next__, said.append), said
+
+
+def test_the_rank_that_took_the_others_down_is_named() -> None:
+    assert first_of([LOST, KILLED]) is KILLED
+    assert first_of([LOST]) is LOST
+    cut_off = RankEnd("trainer", 1, "", "exit code 1", ("RuntimeError: Read error: Connection reset by peer.",))
+    assert first_of([cut_off, KILLED]) is KILLED
+    restarts, said = restarts_at(Progress(7, 4))
+    assert restarts.refusal([LOST, KILLED], 2) == ""
+    assert said == [
+        "trainer-1 died after step 7: exit code -9, ended by SIGKILL; all 2 ranks start again from the checkpoint of "
+        "step 4 (restart 1 of 3)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("end", "is_restarted"),
+    [
+        (KILLED, True),
+        (RankEnd("trainer", 1, "", "exit code 1", ("Traceback", "RuntimeError: CUDA error: unknown error")), True),
+        (RankEnd("trainer", 1, "rank 0 of 2 did not find the others: the port is in use"), True),
+        (RankEnd("trainer", 2, "there is no model smol"), False),
+        (RankEnd("trainer", 1, "the engine's weights differ"), False),  # an error with a remedy
+        (RankEnd("trainer", 1, "", "exit code 1", ("torch.OutOfMemoryError: CUDA out of memory.",)), False),
+    ],
+)
+def test_only_a_crash_is_followed_by_a_restart(end: RankEnd, is_restarted: bool) -> None:
+    restarts, _ = restarts_at(Progress(1, 0))
+    assert (restarts.refusal([end], 1) == "") == is_restarted
+
+
+def test_restarts_are_bounded_and_need_a_further_step() -> None:
+    restarts, said = restarts_at(*(Progress(step, 0) for step in (1, 2, 3)), max_restarts=2)
+    assert [restarts.refusal([KILLED], 1) for _ in range(3)] == [
+        "", "", "it crashed again after 2 restarts (--train.max-restarts 2)",
+    ]  # fmt: skip
+    assert len(said) == 2
+    restarts, _ = restarts_at(Progress(5, 4), Progress(5, 4))
+    assert restarts.refusal([KILLED], 1) == ""
+    assert restarts.refusal([KILLED], 1) == "it crashed again after 1 restart, before it had taken a further step"
+    assert restarts_at(Progress(5, 4), max_restarts=0)[0].refusal([KILLED], 1) == "--train.max-restarts is 0"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "has_moved"),
+    [
+        (Progress(7, 4), Progress(8, 4), True),
+        (Progress(7, 4), Progress(6, 4), True),  # steps 5 and 6 again
+        (Progress(7, 4), Progress(4, 4), False),  # restored, and no step
+        (Progress(7, 4), Progress(7, 4), False),  # not restored yet, or the same step again
+        (Progress(7, 4), Progress(4, 6), True),
+    ],
+)
+def test_progress_is_a_step_after_the_restart(before: Progress, now: Progress, has_moved: bool) -> None:
+    assert now.has_moved_since(before) == has_moved
+
+
+# ---- processes
+
+CRASH_ONCE = """
+import os, pathlib, signal, time
+lives = pathlib.Path({lives!r})
+num = len(lives.read_text()) if lives.exists() else 0
+lives.write_text("x" * (num + 1))
+print("port", os.environ["MASTER_PORT"], flush=True)
+if num == 0: os.kill(os.getpid(), signal.SIGKILL)
+"""
+LOSE_ONCE = """
+import os, pathlib, sys, time
+other, own = pathlib.Path({other!r}), pathlib.Path({own!r})
+print("port", os.environ["MASTER_PORT"], flush=True)
+if not own.exists():
+    own.write_text("x")
+    while not other.exists(): time.sleep(0.01)
+    time.sleep(0.3)
+    sys.exit("treadle: rank 0 of 2 lost the others while adding up the gradients: closed")
+"""
+
+
+def start_and_watch(supervisor: Supervisor, specs: list[ProcessSpec]) -> None:
+    supervisor.start(specs)
+    supervisor.watch()
+
+
+def rank_specs(make_spec, *codes: str) -> list[ProcessSpec]:
+    names = ("trainer", "trainer-1")
+    specs = [make_spec(name, code) for name, code in zip(names, codes, strict=False)]
+    for rank, spec in enumerate(specs):
+        spec.env.update(rank_variables(rank, len(specs)))
+    return specs
+
+
+def test_all_ranks_start_again_on_another_port_after_one_was_killed(make_spec, tmp_path: Path) -> None:
+    own, other = str(tmp_path / "own"), str(tmp_path / "other")
+    specs = rank_specs(make_spec, LOSE_ONCE.format(other=other, own=own), CRASH_ONCE.format(lives=other))
+    restarts, said = restarts_at(Progress(3, 2))
+    with Supervisor(StopRequest(), restarts=restarts) as supervisor:
+        start_and_watch(supervisor, specs)
+    assert len(said) == 1
+    assert said[0].startswith("trainer-1 died after step 3: exit code -9, ended by SIGKILL")
+    ports = [spec.log_path.read_text().split() for spec in specs]
+    ports = [[word for word in words if word.isdigit() and len(word) > 1] for words in ports]
+    assert [len(own) for own in ports] == [2, 2]
+    assert ports[0] == ports[1], "both ranks meet at the same port"
+    assert ports[0][0] != ports[0][1]
+
+
+def test_a_rank_that_hangs_is_killed_for_the_new_start(make_spec, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("treadle.launch.supervisor.RANKS_END_S", 0.7)
+    lives, own = str(tmp_path / "lives"), str(tmp_path / "own")
+    hangs = (
+        f"import pathlib, time\nif not pathlib.Path({own!r}).exists():\n pathlib.Path({own!r}).touch(); time.sleep(60)"
+    )
+    restarts, said = restarts_at(Progress(3, 2))
+    with Supervisor(StopRequest(), restarts=restarts) as supervisor:
+        start_and_watch(supervisor, rank_specs(make_spec, hangs, CRASH_ONCE.format(lives=lives)))
+    assert len(said) == 1
+
+
+def test_a_crash_that_is_not_repeated_names_the_rank_and_its_log(make_spec) -> None:
+    specs = rank_specs(
+        make_spec,
+        "import time; time.sleep(0.4); raise SystemExit(1)",
+        "print('last line of rank 1'); raise SystemExit(1)",
+    )
+    restarts, _ = restarts_at(Progress(0, 0), max_restarts=0)
+    with Supervisor(StopRequest(), restarts=restarts) as supervisor, pytest.raises(ProcessDied) as caught:
+        start_and_watch(supervisor, specs)
+    assert "trainer-1 died (exit code 1), not started again: --train.max-restarts is 0" in str(caught.value)
+    assert "| last line of rank 1" in str(caught.value)
+
+
+def test_a_users_mistake_in_a_rank_is_reported_as_it_is(make_spec) -> None:
+    mistake = "import sys; sys.stderr.write('treadle: no model\\n  -> --model\\n'); sys.exit(2)"
+    restarts, said = restarts_at(Progress(0, 0))
+    with Supervisor(StopRequest(), restarts=restarts) as supervisor, pytest.raises(UserError, match="no model"):
+        start_and_watch(supervisor, [make_spec("trainer", mistake)])
+    assert not said
+
+
+def test_an_engine_that_died_with_the_trainer_is_what_is_reported(make_spec) -> None:
+    restarts, said = restarts_at(Progress(0, 0))
+    crash = "import os, time; time.sleep(0.1); os.kill(os.getpid(), 9)"
+    specs = [make_spec("trainer", crash), make_spec("engine", crash)]
+    with Supervisor(StopRequest(), restarts=restarts) as supervisor, pytest.raises(ProcessDied, match="engine died"):
+        start_and_watch(supervisor, specs)
+    assert not said
+
+
+def test_a_single_trainer_needs_no_port(make_spec) -> None:
+    (spec,) = with_rendezvous([make_spec("trainer", "pass")])
+    assert "MASTER_PORT" not in spec.env or spec.env["MASTER_PORT"] == os.environ.get("MASTER_PORT")
+
+
+def test_every_rank_is_asked_once_to_stop(make_spec, tmp_path: Path) -> None:
+    code = """
+import signal, sys, time
+signals = []
+signal.signal(signal.SIGTERM, lambda *_: signals.append(1))
+print("ready", flush=True)
+while not signals: time.sleep(0.01)
+time.sleep(0.5)
+print("asked", len(signals), flush=True)
+"""
+    specs = rank_specs(make_spec, code, code)
+    with Supervisor(StopRequest()) as supervisor:
+        supervisor.start(specs)
+        supervisor.wait(lambda: all("ready" in spec.log_path.read_text() for spec in specs))
+    assert [spec.log_path.read_text().split()[-2:] for spec in specs] == [["asked", "1"]] * 2
