@@ -143,7 +143,8 @@ def _matrix(words: list[str]) -> int:
 
 
 def _plan(words: list[str]) -> int:
-    from treadle.budget.command import add_plan_flags, plan_memory
+    from treadle.budget.command import plan_memory
+    from treadle.budget.request import add_plan_flags
     from treadle.config.flags import add_run_flags, given
     from treadle.config.load import load_run
 
