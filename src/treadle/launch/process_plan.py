@@ -40,6 +40,9 @@ from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
 
 CONFIG_FILE = "config.json"
 LOG_FOLDER = "logs"
+# Unless the user set them. glibc gives each thread a heap of its own, and keeps what is freed in it: with one heap, the
+# engine of the default job needs 1.75 GB instead of 2.17 (x86, float32).
+_PRESET_ENVIRONMENT = {"MALLOC_ARENA_MAX": "1"}
 # Idle worker threads must sleep: with few cores, spinning threads slow down other processes.
 _CHILD_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -351,6 +354,7 @@ def child_environment(facts: MachineFacts, *, threads: int, is_offline: bool) ->
     left_out = ("PYTHONDONTWRITEBYTECODE", SETTINGS_VARIABLE, *_TOKEN_VARIABLES)
     inherited = {k: v for k, v in facts.environment.items() if k not in left_out}
     return {
+        **_PRESET_ENVIRONMENT,
         **inherited,
         **_CHILD_ENVIRONMENT,
         "OMP_NUM_THREADS": str(threads),
