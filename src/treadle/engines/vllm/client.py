@@ -17,7 +17,7 @@ from treadle.engines.vllm.server_process import ServerProcess
 from treadle.engines.weight_updates import WeightUpdateState, check_group
 from treadle.errors import EngineError, RequestError
 from treadle.net.client import OK, BadStatus, HttpAnswer, NoAnswer, PooledHttpClient
-from treadle.sync.shards import worker_name
+from treadle.sync.shards import shard_name, worker_name
 from treadle.wire.bridge import Adopt, JoinGroup, Received, ReceiveWeights
 
 CALL_TIMEOUT_S = 120.0
@@ -72,6 +72,18 @@ class VllmClient:
     async def _call_workers(self, method: str, within_s: float, kwargs: dict[str, Any]) -> list[Any]:
         answers: list[Any] = await self.call("/treadle/rpc", {"method": method, "kwargs": kwargs}, within_s)
         return answers
+
+    async def read_fingerprints(self, policy_version: int, num_workers: int) -> dict[str, str]:
+        """Of all weights, or of each worker's part of each."""
+        method = "treadle_read_fingerprints"
+        answers = msgspec.convert(await self.rpc_each(method, policy_version=policy_version), list[dict[str, str]])
+        if num_workers == 1:
+            return msgspec.convert(common_answer(method, answers), dict[str, str])
+        return {
+            shard_name(name, rank, len(answers)): fingerprint
+            for rank, own in enumerate(answers)
+            for name, fingerprint in own.items()
+        }
 
     async def load(self) -> VllmLoad:
         """How busy vLLM is, or why it cannot generate."""

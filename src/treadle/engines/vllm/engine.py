@@ -49,7 +49,6 @@ from treadle.errors import EngineError, RequestError, UserError
 from treadle.log import get_logger
 from treadle.sync.gate import PublishGate, check_publish_order
 from treadle.sync.layout import Layout
-from treadle.sync.shards import shard_name
 from treadle.wire.bridge import Adopt, JoinGroup, Received, ReceiveWeights, Shards
 
 log = get_logger("engine")
@@ -166,21 +165,12 @@ class VllmEngine:
             return msgspec.convert(common_answer("treadle_adapter_fingerprints", answers), dict[str, str])
         async with self._fingerprinting:
             await self._client.rpc("treadle_begin_fingerprints", policy_version=policy_version)
-            answers = await self._client.rpc_each("treadle_read_fingerprints", policy_version=policy_version)
-        if self._facts.num_workers == 1:
-            return msgspec.convert(common_answer("treadle_read_fingerprints", answers), dict[str, str])
-        by_worker = msgspec.convert(answers, list[dict[str, str]])
-        return {
-            shard_name(name, rank, len(by_worker)): fingerprint
-            for rank, own in enumerate(by_worker)
-            for name, fingerprint in own.items()
-        }
+            return await self._client.read_fingerprints(policy_version, self._facts.num_workers)
 
     async def shards(self) -> Shards:
         if self._facts.num_workers == 1:
             return Shards(workers=[])
-        answers = await self._client.rpc_each("treadle_shards")
-        return msgspec.convert({"workers": answers}, Shards)
+        return msgspec.convert({"workers": await self._client.rpc_each("treadle_shards")}, Shards)
 
     async def reload(self, folder: Path, policy_version: int | None) -> float:
         if not any((folder := absolute(folder)).glob("*.safetensors")):
