@@ -16,7 +16,7 @@ from tests.e2e.test_sync_modes import MODES, SMALL
 from tests.e2e.test_sync_modes import check_run as check_tiny_run
 from tests.vllm.conftest import HAS_GPU
 from treadle.support import fast_dtype
-from treadle.sync.verify import MEAN_BOUNDS
+from treadle.sync.canary import MEAN_BOUNDS
 
 STEPS = 2
 SHORT = (

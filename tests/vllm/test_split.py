@@ -22,6 +22,7 @@ from tests.vllm.reference import load
 from tests.vllm.test_verify import Trained
 from treadle.config import EngineConfig, TrainConfig
 from treadle.errors import ConfigError, RequestError, SyncError
+from treadle.sync.canary import ask_canary, prepare_canary
 from treadle.sync.fingerprint import fingerprints as fingerprints_of
 from treadle.sync.modes import choose_sync
 from treadle.sync.protocol import EngineLink
@@ -182,8 +183,6 @@ def test_an_adapter_is_loaded_by_both_workers_and_has_its_fingerprints(split, tm
     assert split(split.engine.fingerprints(7, "adapter")) == fingerprints_of(matrices.items(), 7)
     merged = Publishing(split.folder)
     merged.model = adapted.merge_and_unload()
-    from treadle.sync.verify import ask_canary, prepare_canary
-
     canary, version = prepare_canary(merged), split.engine.policy_version
     assert ask_canary(EngineLink(split.url, 60.0), canary, version).is_within(ON_CPU)
     split(split.engine.unload_adapter("adapter"))

@@ -171,13 +171,14 @@ def test_wrong_input_dies_with_a_remedy(
     assert remedy in complained
 
 
-def test_plan_and_run_refuse_a_full_fine_tune_with_a_split_engine_alike(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_and_run_refuse_to_share_the_memory_of_a_split_engine_alike(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--engine.tensor-parallel-size", "2", "--model", "Qwen3-4B")
     _, _, complained = plan(capsys, "--gpu", "h100", *words)
     with pytest.raises(ConfigError) as refused:
         load_run(None, {"engine.tensor_parallel_size": "2"}).check_together()
     assert refused.value.message in complained
-    load_run(None, {"engine.tensor_parallel_size": "2", "train.weight_bridge_mode": "lora_only"}).check_together()
+    for settings in ({"train.weight_bridge_mode": "lora_only"}, {"train.use_shared_memory": "true"}):
+        load_run(None, {"engine.tensor_parallel_size": "2", **settings}).check_together()
 
 
 QUESTIONS = (

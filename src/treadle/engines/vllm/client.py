@@ -85,6 +85,11 @@ class VllmClient:
             for name, fingerprint in own.items()
         }
 
+    async def adapter_fingerprints(self, served_name: str, policy_version: int) -> dict[str, str]:
+        """The same from all workers: each stores the whole adapter, and cuts its part when it computes with it."""
+        answers = await self.call("/treadle/adapter", {"name": served_name, "policy_version": policy_version})
+        return msgspec.convert(common_answer("treadle_adapter_fingerprints", answers), dict[str, str])
+
     async def load(self) -> VllmLoad:
         """How busy vLLM is, or why it cannot generate."""
         exit_reason = self._server.exit_reason()

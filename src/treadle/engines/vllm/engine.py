@@ -33,7 +33,7 @@ from treadle.engines.interface import (
 from treadle.engines.model_folder import absolute
 from treadle.engines.tokenizer import ModelTokenizer
 from treadle.engines.vllm.adapters import AdapterLoader, AdapterValidator
-from treadle.engines.vllm.client import VllmClient, WeightTransfer, common_answer
+from treadle.engines.vllm.client import VllmClient, WeightTransfer
 from treadle.engines.vllm.command import MODEL_NAME
 from treadle.engines.vllm.completions import (
     VllmLoad,
@@ -160,17 +160,15 @@ class VllmEngine:
 
     async def fingerprints(self, policy_version: int, adapter: str | None = None) -> Mapping[str, str]:
         if adapter is not None:
-            order = {"name": self._adapters.registry.served_name(adapter), "policy_version": policy_version}
-            answers = await self._client.call("/treadle/adapter", order)
-            return msgspec.convert(common_answer("treadle_adapter_fingerprints", answers), dict[str, str])
+            served_name = self._adapters.registry.served_name(adapter)
+            return await self._client.adapter_fingerprints(served_name, policy_version)
         async with self._fingerprinting:
             await self._client.rpc("treadle_begin_fingerprints", policy_version=policy_version)
             return await self._client.read_fingerprints(policy_version, self._facts.num_workers)
 
     async def shards(self) -> Shards:
-        if self._facts.num_workers == 1:
-            return Shards(workers=[])
-        return msgspec.convert({"workers": await self._client.rpc_each("treadle_shards")}, Shards)
+        answers = [] if self._facts.num_workers == 1 else await self._client.rpc_each("treadle_shards")
+        return msgspec.convert({"workers": answers}, Shards)
 
     async def reload(self, folder: Path, policy_version: int | None) -> float:
         if not any((folder := absolute(folder)).glob("*.safetensors")):
