@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from tests.doc_pages import ROOT
-from treadle.config.sync import SyncOptions
+from treadle.config import TrainConfig
 from treadle.errors import ConfigError
 from treadle.support import FAMILIES, MATRIX_MODES, PYTHON, VLLM, WEIGHT_MODES, WeightModeName
 from treadle.sync.modes import SYNC_MODES
@@ -76,7 +76,7 @@ def test_documented_families_are_those_of_the_table() -> None:
 @pytest.mark.parametrize("mode", WEIGHT_MODES)
 def test_only_shared_memory_is_refused_for_an_engine_on_several_gpus(mode: str) -> None:
     def check(**settings: object) -> None:
-        options = SyncOptions.model_validate({"weight_bridge_mode": mode, **settings})
+        options = TrainConfig.model_validate({"weight_bridge_mode": mode, **settings})
         options.check_engine_workers(1)
         options.check_engine_workers(2)
 
