@@ -5,13 +5,10 @@ One server for all tests; the last ones damage it.
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import threading
 import time
 
-import psutil
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -21,11 +18,12 @@ from tests.vllm.conftest import HAS_GPU, Served
 from tests.vllm.reference import load
 from tests.vllm.test_verify import Trained
 from treadle.config import EngineConfig, TrainConfig
-from treadle.errors import ConfigError, RequestError, SyncError
+from treadle.errors import ConfigError, EngineError, RequestError, SyncError
 from treadle.sync.canary import ask_canary, prepare_canary
 from treadle.sync.fingerprint import fingerprints as fingerprints_of
 from treadle.sync.modes import choose_sync
 from treadle.sync.protocol import EngineLink
+from treadle.sync.shared_vllm import WeightBroadcaster
 from treadle.sync.verify import PublishVerifier
 
 pytestmark = [
@@ -200,27 +198,35 @@ def worker_1(split):
 
 
 @pytest.mark.full
-def test_a_worker_that_hangs_or_dies_is_named(split, publish):
+def test_a_worker_that_hangs_or_dies_in_a_broadcast_is_named(split):
     policy = Publishing(split.folder)
-    next_version = publish(policy, "shared_vllm", use_shared_memory=True, timeout_s=10.0)
-    next_version()
-    hanging = worker_1(split)
-    hanging.suspend()
-    started = time.monotonic()
-    with pytest.raises(SyncError, match=r"\(worker 1 of 2 of the engine did not report\)"):
-        next_version()
-    assert time.monotonic() - started < SOON_S
-    hanging.resume()
-    assert split.engine._request_barrier.is_open is False  # nothing is sampled from a mixture
+    engine = EngineLink(split.url, 120.0, save_path=split.folder.parent / "run")
 
-    reload(split, policy.save_model(split.folder.parent, "again"))
-    next_version = publish(policy, "shared_vllm", use_shared_memory=True, timeout_s=120.0)
-    next_version()
-    dying = worker_1(split)
-    dying.suspend()
-    threading.Timer(1.0, lambda: os.kill(dying.pid, signal.SIGKILL)).start()
-    started = time.monotonic()
-    with pytest.raises(SyncError, match="worker 1 of 2"):
-        next_version()
+    def begin(timeout_s):
+        link = WeightBroadcaster(engine, "gloo", host="", timeout_s=timeout_s, num_workers=2)
+        link.join(policy)
+        split(split.engine.hold("keep", 60))
+        return link, worker_1(split), time.monotonic()
+
+    link, hanging, started = begin(timeout_s=10.0)
+    hanging.suspend()
+    try:
+        with pytest.raises(SyncError, match=r"\(worker 1 of 2 of the engine did not report\)"):
+            link.send(policy)
+    finally:
+        hanging.resume()
     assert time.monotonic() - started < SOON_S
-    assert not psutil.pid_exists(dying.pid) or dying.status() == psutil.STATUS_ZOMBIE
+    with pytest.raises(EngineError, match="nothing may be sampled from a mixture"):
+        split(split.engine.release(None))
+    link, _, _ = begin(timeout_s=60.0)
+    link.send(policy)
+    split(split.engine.release(split.engine.policy_version + 1))
+    check(split, policy)
+
+    link, dying, started = begin(timeout_s=120.0)
+    dying.suspend()
+    threading.Timer(1.0, dying.kill).start()
+    with pytest.raises(SyncError, match="worker 1 of 2") as error:
+        link.send(policy)
+    print(error.value)
+    assert time.monotonic() - started < SOON_S

@@ -155,7 +155,7 @@ class VllmEngine:
         return await self._changes.run(lambda: self._adopt(order))
 
     async def layout(self) -> Layout | None:
-        plain = await self._client.rpc("treadle_layout")
+        plain = None if self._facts.num_workers > 1 else await self._client.rpc("treadle_layout")
         return None if plain is None else msgspec.convert(plain, Layout)
 
     async def fingerprints(self, policy_version: int, adapter: str | None = None) -> Mapping[str, str]:
