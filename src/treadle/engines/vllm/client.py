@@ -73,9 +73,10 @@ class VllmClient:
         answers: list[Any] = await self.call("/treadle/rpc", {"method": method, "kwargs": kwargs}, within_s)
         return answers
 
-    async def read_fingerprints(self, policy_version: int, num_workers: int) -> dict[str, str]:
-        """Of all weights, or of each worker's part of each."""
+    async def fingerprints(self, policy_version: int, num_workers: int) -> dict[str, str]:
+        """Of all weights, or of each worker's part of each. One call at a time: the workers store those of one."""
         method = "treadle_read_fingerprints"
+        await self.rpc("treadle_begin_fingerprints", policy_version=policy_version)
         answers = msgspec.convert(await self.rpc_each(method, policy_version=policy_version), list[dict[str, str]])
         if num_workers == 1:
             return msgspec.convert(common_answer(method, answers), dict[str, str])

@@ -155,16 +155,14 @@ class VllmEngine:
         return await self._changes.run(lambda: self._adopt(order))
 
     async def layout(self) -> Layout | None:
-        plain = None if self._facts.num_workers > 1 else await self._client.rpc("treadle_layout")
-        return None if plain is None else msgspec.convert(plain, Layout)
+        is_split = self._facts.num_workers > 1
+        return msgspec.convert(None if is_split else await self._client.rpc("treadle_layout"), Layout | None)
 
     async def fingerprints(self, policy_version: int, adapter: str | None = None) -> Mapping[str, str]:
         if adapter is not None:
-            served_name = self._adapters.registry.served_name(adapter)
-            return await self._client.adapter_fingerprints(served_name, policy_version)
+            return await self._client.adapter_fingerprints(self._adapters.registry.served_name(adapter), policy_version)
         async with self._fingerprinting:
-            await self._client.rpc("treadle_begin_fingerprints", policy_version=policy_version)
-            return await self._client.read_fingerprints(policy_version, self._facts.num_workers)
+            return await self._client.fingerprints(policy_version, self._facts.num_workers)
 
     async def shards(self) -> Shards:
         answers = [] if self._facts.num_workers == 1 else await self._client.rpc_each("treadle_shards")
