@@ -62,6 +62,19 @@ def test_a_tiny_run_agrees_with_the_engine_on_logprobs(tmp_path, tiny_model):
 
 
 @pytest.mark.full
+@pytest.mark.skipif(HAS_GPU, reason="as above")
+def test_a_tiny_run_with_two_workers_agrees_on_logprobs(tmp_path, tiny_model):
+    """The broadcast goes to both workers of a tensor-parallel vLLM."""
+    mode = "two copies"
+    split = ("--engine.tensor-parallel-size", "2")
+    words = ("--model", str(tiny_model), *SMALL, *SHORT_PROMPTS, *MODES[mode], *split, *ONE_THREAD)
+    result, run = run_treadle(tmp_path, *words, timeout_s=RUN_S)
+    assert result.returncode == 0, ending(result, run)
+    assert "by=gloo" in (run / "logs" / "trainer.log").read_text()
+    check_tiny_run(run, mode)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 def test_the_default_job_agrees_with_the_engine_on_logprobs(tmp_path, mode):
     result, run = run_treadle(tmp_path, *MODES[mode], *SHORT, *SHORT_PROMPTS, timeout_s=RUN_S)

@@ -166,31 +166,45 @@ def test_a_delta_changes_the_elements_of_both_workers(split, publish):
     check(split, policy)
 
 
-@pytest.mark.full
-def test_an_adapter_is_loaded_by_both_workers_and_has_its_fingerprints(split, tmp_path_factory):
+def write_adapter(split):
+    """(its folder, its matrices as an engine has them, the model with it merged in)."""
     torch.manual_seed(3)
     settings = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
     folder = split.folder.parent / "adapter"
     adapted = get_peft_model(load(split.folder), settings)
     adapted.save_pretrained(folder)
-    reload(split, split.folder)
-    split(split.engine.load_adapter("adapter", folder, split.engine.policy_version + 1))
     saved = load_file(folder / "adapter_model.safetensors")
     named = {name.removeprefix("base_model.model.").removesuffix(".weight"): weight for name, weight in saved.items()}
     matrices = {name: weight * 4 if name.endswith("lora_B") else weight for name, weight in named.items()}
-    assert split(split.engine.fingerprints(7, "adapter")) == fingerprints_of(matrices.items(), 7)
     merged = Publishing(split.folder)
     merged.model = adapted.merge_and_unload()
+    return folder, matrices, merged
+
+
+def check_adapter(split, matrices, merged):
+    assert split(split.engine.fingerprints(7, "adapter")) == fingerprints_of(matrices.items(), 7)
     canary, version = prepare_canary(merged), split.engine.policy_version
     assert ask_canary(EngineLink(split.url, 60.0), canary, version).is_within(ON_CPU)
+
+
+@pytest.mark.full
+def test_an_adapter_is_loaded_by_both_workers_and_has_its_fingerprints(split):
+    folder, *expected = write_adapter(split)
+    reload(split, split.folder)
+    split(split.engine.load_adapter("adapter", folder, split.engine.policy_version + 1))
+    check_adapter(split, *expected)
     split(split.engine.unload_adapter("adapter"))
 
 
 @pytest.mark.full
-def test_a_restart_from_saved_weights_is_verified_on_both_workers(split, publish):
+def test_a_restart_from_saved_weights_or_an_adapter_reaches_both_workers(split, publish):
     policy = Publishing(split.folder)
     publish(policy, "none", timeout_s=900.0)()
     check(split, policy)
+    folder, *expected = write_adapter(split)
+    split(split.engine.restart(split.folder, folder, split.engine.policy_version + 1), timeout_s=900.0)
+    check_adapter(split, *expected)
+    split(split.engine.unload_adapter("adapter"))
 
 
 def worker_1(split):
@@ -226,7 +240,6 @@ def test_a_worker_that_hangs_or_dies_in_a_broadcast_is_named(split):
     link, dying, started = begin(timeout_s=120.0)
     dying.suspend()
     threading.Timer(1.0, dying.kill).start()
-    with pytest.raises(SyncError, match="worker 1 of 2") as error:
+    with pytest.raises(SyncError, match="worker 1 of 2"):
         link.send(policy)
-    print(error.value)
     assert time.monotonic() - started < SOON_S
