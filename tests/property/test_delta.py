@@ -22,6 +22,7 @@ from treadle.sync.delta import (
     set_weight,
     smaller_form,
 )
+from treadle.sync.shards import as_held
 
 KINDS = st.sampled_from([torch.bfloat16, torch.float16])
 SHAPES = st.sampled_from([(1,), (7,), (1, 1), (3, 5), (2, 3, 4), (16, 9), (0,), ()])
@@ -48,7 +49,7 @@ def test_what_changed_makes_the_old_weight_the_new_one(pair):
     old, new = pair
     changes = find_changes(new, old)
     sent = from_tensors(as_tensors({"w": smaller_form(new, changes)}))["w"]
-    assert misfit(sent, old) is None
+    assert misfit(sent, old.shape, old.dtype) is None
     for what in (sent, changes):  # the smaller form, and the other one
         engines = old.clone()
         for _ in range(2):  # twice is harmless
@@ -131,11 +132,12 @@ def changes_of(indices, values, kind=torch.int32):
     ],
 )
 def test_what_does_not_fit_is_reported(sent, words):
-    assert re.search(words, misfit(sent, torch.zeros(2, 3).bfloat16()))
+    assert re.search(words, misfit(sent, (2, 3), torch.bfloat16))
 
 
 def test_elements_of_a_weight_that_lies_in_another_order_are_refused():
-    assert "order of its own" in misfit(changes_of([0], [1.0]), torch.zeros(3, 2).bfloat16().T)
+    held = as_held({"w": torch.zeros(3, 2).bfloat16().T})["w"]
+    assert "order of its own" in held.misfit(changes_of([0], [1.0]))
 
 
 @pytest.mark.parametrize("names", [["w" + INDICES], ["w" + VALUES], ["w", "w" + INDICES, "w" + VALUES]])

@@ -16,7 +16,7 @@ from tests.e2e.test_sync_modes import MODES, SMALL
 from tests.e2e.test_sync_modes import check_run as check_tiny_run
 from tests.vllm.conftest import HAS_GPU
 from treadle.support import fast_dtype
-from treadle.sync.verify import MEAN_BOUNDS
+from treadle.sync.canary import MEAN_BOUNDS
 
 STEPS = 2
 SHORT = (
@@ -58,6 +58,19 @@ def test_a_tiny_run_agrees_with_the_engine_on_logprobs(tmp_path, tiny_model):
     result, run = run_treadle(tmp_path, *words, timeout_s=RUN_S)
     assert result.returncode == 0, ending(result, run)
     assert "loaded engine=vllm" in (run / "logs" / "engine.log").read_text()
+    check_tiny_run(run, mode)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(HAS_GPU, reason="as above")
+def test_a_tiny_run_with_two_workers_agrees_on_logprobs(tmp_path, tiny_model):
+    """The broadcast goes to both workers of a tensor-parallel vLLM."""
+    mode = "two copies"
+    split = ("--engine.tensor-parallel-size", "2")
+    words = ("--model", str(tiny_model), *SMALL, *SHORT_PROMPTS, *MODES[mode], *split, *ONE_THREAD)
+    result, run = run_treadle(tmp_path, *words, timeout_s=RUN_S)
+    assert result.returncode == 0, ending(result, run)
+    assert "by=gloo" in (run / "logs" / "trainer.log").read_text()
     check_tiny_run(run, mode)
 
 

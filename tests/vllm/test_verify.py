@@ -31,6 +31,11 @@ class Trained:
             for weight in self.model.parameters():
                 weight.add_(torch.randn_like(weight) * 0.05)
 
+    device = torch.device("cpu")
+
+    def served_shapes(self):
+        return [(name, tuple(weight.shape)) for name, weight in self.model.named_parameters()]
+
     def served_weights(self):
         return ((name, weight.detach()) for name, weight in self.model.named_parameters())
 

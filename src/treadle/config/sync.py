@@ -15,9 +15,7 @@ FIND_BRIDGE_FILE = Path("auto")
 Quantization = Literal["none", "nf4"]  # of a frozen base model
 
 
-_BROADCAST_FIX = (
-    "--train.use-shared-memory true, without --train.single-copy: the trainer broadcasts its weights to them"
-)
+_BROADCAST_FIX = "--train.use-shared-memory true, without --train.single-copy: the trainer broadcasts to all of them"
 
 
 def refuse_split_engine(num_gpus: int, *, shares_memory: bool, fix: str = _BROADCAST_FIX) -> None:
@@ -25,8 +23,8 @@ def refuse_split_engine(num_gpus: int, *, shares_memory: bool, fix: str = _BROAD
     if num_gpus > 1 and shares_memory:
         raise ConfigError(
             f"an engine that is split over {num_gpus} GPUs (tensor parallel) cannot share its weights with a trainer: "
-            "each of its processes has a part of every matrix, and a parameter of the trainer would have to be a view of "
-            "the memory of several processes",
+            "each of its processes has a part of every matrix, and a parameter of the trainer would have to be a view "
+            "of the memory of several processes",
             fix=f"{fix}; or use an engine on one GPU",
         )
 

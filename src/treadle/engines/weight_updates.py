@@ -72,8 +72,8 @@ class WeightUpdateState:
 
 
 class BroadcastReceiver:
-    """Receives a trainer's broadcast in the process that has the weights, or a part of each: it receives all numbers and
-    keeps its own.
+    """Receives a trainer's broadcast in a process that has the weights, or a part of each: it keeps its own of all
+    numbers.
 
     `weights` are keyed by the trainer's parameter names, tied ones once.
     """
@@ -161,8 +161,8 @@ def check_same_weights(request: JoinGroup, weights: Mapping[str, HeldWeight]) ->
 def read_weights(
     folder: Path, weights: Weights, policy_version: int, *, must_be_all: bool = False
 ) -> dict[str, WeightUpdate]:
-    """Read the safetensors files of `folder` and match them to `weights`, which are of `policy_version`. Of weights that
-    this process holds in part, only the part is read and returned.
+    """Read the safetensors files of `folder` and match them to `weights`, which are of `policy_version`. Of weights
+    that this process holds in part, only the part is read and returned.
 
     Refuses, by name, tensors that `weights` does not have, and a delta to another version. `must_be_all`: refuse a
     partial set, because the present weights are a mixture that only a complete set repairs.

@@ -6,8 +6,8 @@ blocks. So each parameter of a dense model is a range of rows of one of vLLM's:
     model.layers.0.self_attn.k_proj.weight  =  model.layers.0.self_attn.qkv_proj.weight[576:768]
 
 If vLLM is split over several workers (tensor parallel), each has a part of these: rows of q, k, v, gate, up and the
-vocabulary, columns of o and down, all of a norm. Each worker stacks its own rows of q, k and v. Where there are fewer KV
-heads than workers, several workers have the same head.
+vocabulary, columns of o and down, all of a norm. Each worker stacks its own rows of q, k and v. With fewer KV heads
+than workers, several workers have the same head.
 
 Anything that does not fit exactly (experts, quantized weights) is refused by name: a wrong mapping would train and
 serve nonsense.

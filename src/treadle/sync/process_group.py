@@ -120,8 +120,8 @@ class BroadcastGroup:
         timeout_s: float,
         report: Callable[[int], None],
     ) -> None:
-        """`backend`: torch's ProcessGroupNCCL or ProcessGroupGloo. `device`: where it takes tensors. `report`: tells the
-        trainer that this process has ended a broadcast, well or not."""
+        """`backend`: torch's ProcessGroupNCCL or ProcessGroupGloo. `device`: where it takes tensors. `report`: tells
+        the trainer that this process has ended a broadcast, well or not."""
         self._backend = backend
         self._plan = plan
         self._peer = peer

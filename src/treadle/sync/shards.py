@@ -1,4 +1,4 @@
-"""Describe which part of each weight a process holds, write only that part in place, and check that parts cover a weight.
+"""Describe which part of each weight a process holds, and write only that part in place.
 
 A worker of a tensor-parallel engine holds a range of rows, of columns, or all of a weight:
 
@@ -140,8 +140,8 @@ def shard_name(weight: str, worker: int, num_workers: int) -> str:
 
 
 def distinct_shards(weights: Iterable[tuple[str, Tensor]], workers: ShardMap) -> Iterator[tuple[str, Tensor]]:
-    """Cut full weights into the parts of all workers, one weight at a time; a part that several workers hold comes once,
-    under the name of the first."""
+    """Cut full weights into the parts of all workers, one weight at a time; a part that several workers hold comes
+    once, under the name of the first."""
     for name, weight in weights:
         for worker, parts in enumerate(workers):
             if _first_holder(name, worker, workers) == worker:

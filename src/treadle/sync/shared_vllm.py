@@ -243,10 +243,10 @@ class WeightBroadcaster:
         """Send all weights to the paused engine, which has them when this returns. Returns the bytes sent."""
         group, request, self._group = self._group, self._request, None
         assert group is not None and request is not None  # noqa: S101, PT018 - joined before
-        body = ReceiveWeights(group=request.group, timeout_s=self._timeout_s)
+        body, step = ReceiveWeights(group=request.group, timeout_s=self._timeout_s), group.num_broadcasts + 1
         sending = in_background("send-weights", lambda: group.send(policy.served_weights()))
         sending.add_done_callback(lambda sent: group.close() if sent.exception() else None)
-        with self._naming_workers(request, group.num_broadcasts + 1):
+        with self._naming_workers(request, step):
             received, num_bytes = self._both("/bridge/receive", body, Received, sending)
         if received.num_bytes != num_bytes:
             raise SyncError(

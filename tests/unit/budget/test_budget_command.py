@@ -201,7 +201,11 @@ def test_a_size_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
             "is no number of GPUs",
             "8xh100",
         ),
-        (("--gpu", "h100", "--train-gpus", "3", "--train.replicas", "2"), "cannot be divided by it", "--train.replicas"),
+        (
+            ("--gpu", "h100", "--train-gpus", "3", "--train.replicas", "2"),
+            "cannot be divided by it",
+            "--train.replicas",
+        ),
         (("--gpu", "h100", "--engine.tp", "2", "--engine-gpus", "4"), "contradict each other", "only one of them"),
         (("--gpu", "h100", "--env.group-size", "9"), "no multiple of env.group_size 9", "change one of them"),
         (("--gpu", "h100", "--train.single-copy", "--train-gpus", "2"), "single_copy cannot be with", ""),

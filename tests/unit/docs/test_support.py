@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from tests.doc_pages import ROOT
-from treadle.config.sync import refuse_split_engine
+from treadle.config import TrainConfig
 from treadle.errors import ConfigError
 from treadle.support import FAMILIES, MATRIX_MODES, PYTHON, VLLM, WEIGHT_MODES, WeightModeName
 from treadle.sync.modes import SYNC_MODES
@@ -74,9 +74,23 @@ def test_documented_families_are_those_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("mode", WEIGHT_MODES)
-def test_whole_weights_are_refused_for_an_engine_on_several_gpus(mode: str) -> None:
-    if WEIGHT_MODES[mode].split_engine:
-        return refuse_split_engine(2, mode)
-    with pytest.raises(ConfigError, match="takes adapters only"):
-        refuse_split_engine(2, mode)
-    return None
+def test_only_shared_memory_is_refused_for_an_engine_on_several_gpus(mode: str) -> None:
+    def check(**settings: object) -> None:
+        options = TrainConfig.model_validate({"weight_bridge_mode": mode, **settings})
+        options.check_engine_workers(1)
+        options.check_engine_workers(2)
+
+    def refused(**settings: object) -> str:
+        with pytest.raises(ConfigError, match="split over 2 GPUs") as caught:
+            check(**settings)
+        return caught.value.fix
+
+    if WEIGHT_MODES[mode].in_memory:
+        assert "--train.use-shared-memory true" in refused()
+        check(use_shared_memory=True)
+        check(use_shared_memory=True, broadcast_by="gloo")
+        assert "--train.broadcast-by" in refused(use_shared_memory=True, broadcast_by="memory")
+    else:
+        check()
+    if WEIGHT_MODES[mode].single_copy:
+        assert "--train.single-copy" in refused(single_copy=True)

@@ -202,11 +202,24 @@ def test_a_device_must_be_visible_to_this_process():
         (CPU, {"device": "mps"}, "cpu or cuda"),
         (GPU, {"weights_file": Path("w"), "tensor_parallel_size": 2}, "split over 2 GPUs"),
         (CPU, {"vllm_args": "--dtype float16"}, "does not go to vLLM from here"),
+        (CPU, {"vllm_args": "--tensor-parallel-size 2"}, "does not go to vLLM from here"),
     ],
 )
 def test_unsupported_settings_are_refused_before_the_start(vllm, settings, reason):
     with pytest.raises(ConfigError, match=reason):
         command(vllm=vllm, **settings)
+
+
+def test_workers_on_a_cpu_get_cores_of_their_own():
+    def bound(**settings):
+        return command(vllm=CPU, tensor_parallel_size=2, **settings).env
+
+    cores = bound()["VLLM_CPU_OMP_THREADS_BIND"]
+    assert cores == "nobind" or cores.count("|") == 1
+    limited = bound(threads=4)
+    assert (limited["VLLM_CPU_OMP_THREADS_BIND"], limited["OMP_NUM_THREADS"]) == ("nobind", "2")
+    assert bound(threads=1)["OMP_NUM_THREADS"] == "1"
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in command(vllm=CPU).env
 
 
 def test_untested_versions_are_recognized():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import shutil
 import time
@@ -27,6 +28,7 @@ from treadle.engines.vllm.command import Installation
 from treadle.engines.vllm.engine import VllmEngine
 from treadle.engines.vllm.server_process import begin_server
 from treadle.errors import ConfigError, EngineError, RequestError
+from treadle.wire.bridge import WeightPart
 
 SOON_S = 10.0
 NO_TEXT = SimpleNamespace(decode_after=None)  # the fake server returns the text
@@ -380,6 +382,22 @@ def test_the_answers_of_all_workers_must_agree():
             read()
             with pytest.raises(EngineError, match="no worker"):
                 await made.engine.fingerprints(1)
+
+    asyncio.run(ask())
+
+
+def test_fingerprints_and_parts_of_a_split_engine_are_those_of_each_worker():
+    async def ask():
+        async with engines() as made:
+            (server,) = made.servers
+            assert (await made.engine.shards()).workers == []
+            made.engine._facts = dataclasses.replace(made.engine.facts, num_workers=2)
+            server.rpc_answers = [None, None]
+            server.rpc_answers_to["treadle_read_fingerprints"] = [{"w": "1f"}, {"w": "2e"}]
+            assert await made.engine.fingerprints(1) == {"w on worker 0 of 2": "1f", "w on worker 1 of 2": "2e"}
+            server.rpc_answers_to["treadle_shards"] = [{"w": [1, 0, 4]}, {"w": [1, 4, 4]}]
+            parts = [{"w": WeightPart(1, 0, 4)}, {"w": WeightPart(1, 4, 4)}]
+            assert (await made.engine.shards()).workers == parts
 
     asyncio.run(ask())
 

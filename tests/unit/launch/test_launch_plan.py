@@ -85,7 +85,7 @@ def test_adapters_on_the_engines_base_need_its_weights_and_one_gpu() -> None:
     assert engine.weights_file is not None
     assert engine.enable_lora
     split = load_run(None, settings | {"engine.tensor_parallel_size": 2})
-    with pytest.raises(ConfigError, match=r"an engine on 2 GPUs .* shares no weights"):
+    with pytest.raises(ConfigError, match=r"split over 2 GPUs .* cannot share its weights"):
         split.check_together()
 
 
@@ -104,6 +104,8 @@ def test_an_engine_that_gets_broadcasts_shares_no_memory() -> None:
         return config.engine.weights_file is not None
 
     assert [shares(way) for way in ("auto", "memory", "nccl", "gloo")] == [True, True, False, False]
+    split = plan_for({"train.use_shared_memory": True, "engine.tensor_parallel_size": 2}).config
+    assert split.engine.weights_file is None
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Both ends of a broadcast without a model: a trainer's weights, and an engine's end in a process of its own.
 
-python -m tests.unit.sync.group_peer PORT    an engine: the two routes of a broadcast, and GET /weights
+python -m tests.unit.sync.group_peer PORT [split]    an engine: the two routes of a broadcast, and GET /weights
+    split: two workers, in threads of this process; POST /silence makes the second one ignore calls from then on
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from starlette.routing import Route
 from tests.e2e.processes import environment, free_port, wait_until_healthy
 from treadle.engines.weight_updates import BroadcastReceiver
 from treadle.errors import TreadleError
-from treadle.wire.bridge import Joined, JoinGroup, ReceiveWeights
+from treadle.sync.shards import HeldWeight, cut, whole_part
+from treadle.wire.bridge import Joined, JoinGroup, ReceiveWeights, WeightPart
 
 SHAPES = {"embed": (300, 70), "norm": (70,), "bias": (1,), "up": (70, 90), "down": (90, 70)}
 ROOT = Path(__file__).parents[3]
@@ -38,6 +40,13 @@ class Weights:
     @property
     def dtype(self):
         return next(iter(self.weights.values())).dtype
+
+    @property
+    def device(self):
+        return next(iter(self.weights.values())).device
+
+    def served_shapes(self):
+        return [(name, tuple(weight.shape)) for name, weight in self.weights.items()]
 
     def served_weights(self):
         yield from self.weights.items()
@@ -62,11 +71,11 @@ class Peer:
 
 
 @contextmanager
-def peer(folder):
+def peer(folder, *words):
     port, log = free_port(), folder / "peer.log"
     with log.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.sync.group_peer", str(port)],
+            [sys.executable, "-m", "tests.unit.sync.group_peer", str(port), *words],
             cwd=ROOT, stdout=output, stderr=output, env=environment(),
         )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
@@ -78,19 +87,60 @@ def peer(folder):
         process.wait()
 
 
-def serve(port):
-    weights, receiver = random_weights(0), BroadcastReceiver()
+# Of each weight, the first worker has so many rows or columns.
+SPLITS = {"embed": (0, 192), "norm": None, "bias": None, "up": (0, 35), "down": (1, 35)}
+
+
+def parts_of(weights):
+    """What each of two workers has of each weight, with memory of its own."""
+    workers = [{}, {}]
+    for name, weight in weights.items():
+        for rank, held in enumerate(workers):
+            part = whole_part(weight.shape)
+            if SPLITS[name] is not None:
+                dim, first = SPLITS[name]
+                part = WeightPart(dim, rank * first, first if rank == 0 else weight.shape[dim] - first)
+            held[name] = HeldWeight(cut(weight, part).clone(), tuple(weight.shape), part)
+    return workers
+
+
+def put_together(workers):
+    """The full weights."""
+    full = random_weights(0)
+    for held in workers:
+        for name, own in held.items():
+            cut(full[name], own.part).copy_(own.tensor)
+    return full
+
+
+def serve(port, *, is_split):
+    workers = parts_of(random_weights(0)) if is_split else [random_weights(0)]
+    receivers = [BroadcastReceiver() for _ in workers]
+    silent = []
+
+    async def in_all(call):
+        """Of a worker that hangs, no answer comes."""
+        doing = [asyncio.to_thread(call, rank) for rank in range(len(workers)) if rank not in silent]
+        done = await asyncio.gather(*doing)
+        while silent:
+            await asyncio.sleep(0.05)
+        return done[0]
 
     async def join(http):
         request = msgspec.json.decode(await http.body(), type=JoinGroup)
-        await asyncio.to_thread(receiver.join, request, weights)
+        await in_all(lambda rank: receivers[rank].join(request, workers[rank], worker=rank))
         return _answer(Joined(status="joined"))
 
     async def receive(http):
         body = msgspec.json.decode(await http.body(), type=ReceiveWeights)
-        return _answer(await asyncio.to_thread(receiver.receive, body.group, weights))
+        return _answer(await in_all(lambda rank: receivers[rank].receive(body.group, workers[rank])))
+
+    async def silence(_):
+        silent.append(1)
+        return Response()
 
     async def show(_):
+        weights = put_together(workers) if is_split else workers[0]
         return Response(b"".join(w.view(torch.uint8).numpy().tobytes() for w in weights.values()))
 
     async def refuse(_, error):
@@ -100,6 +150,7 @@ def serve(port):
         Route("/bridge/join", join, methods=["POST"]),
         Route("/bridge/receive", receive, methods=["POST"]),
         Route("/weights", show),
+        Route("/silence", silence, methods=["POST"]),
     ]
     uvicorn.run(Starlette(routes=routes, exception_handlers={TreadleError: refuse}), port=port, log_level="warning")
 
@@ -109,4 +160,4 @@ def _answer(struct):
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    serve(int(sys.argv[1]), is_split="split" in sys.argv[2:])

@@ -88,6 +88,8 @@ def test_adapters_arrive_merged(folder, tmp_path):
         trainer = delta_trainer(folder, tmp_path, url, lora=True, lr=1e-4)
         trainer.run(last=3)
         assert_has_the_weights_of(engine, trainer)
+    served = [(name, tuple(weight.shape)) for name, weight in trainer.policy.served_weights()]
+    assert trainer.policy.served_shapes() == served
     whole, *parts = [receipt.num_bytes for receipt in trainer.receipts]
     assert all(part < whole for part in parts)
 

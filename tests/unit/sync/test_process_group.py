@@ -185,6 +185,39 @@ def test_the_store_listens_on_the_engines_network_alone(engine):
     assert "--broadcast-host" in error.value.fix
 
 
+def split_link(url, *, timeout_s=30.0, bucket_bytes=1 << 10):
+    """Buckets of 512 elements: most of them begin and end within a row of a weight."""
+    return WeightBroadcaster(
+        EngineLink(url, timeout_s), "gloo", host="", timeout_s=timeout_s, num_workers=2, bucket_bytes=bucket_bytes
+    )
+
+
+def test_two_workers_copy_their_parts_out_of_one_broadcast(tmp_path):
+    with peer(tmp_path, "split") as engine:
+        link = split_link(engine.url)
+        link.join(Weights(random_weights(1)))
+        for seed in (1, 2):
+            published = random_weights(seed)
+            published["down"][0, 34:36] = torch.tensor([float("nan"), -0.0])
+            assert link.send(Weights(published)) == sum(w.nbytes for w in published.values())
+            assert equal_bits(engine.weights(), published)
+        with pytest.raises(SyncError, match="has 2 ranks, and this process would be rank 2"):
+            link_to(engine.url).join(Weights(published))
+
+
+def test_a_worker_that_hangs_is_named_at_the_deadline(tmp_path):
+    with peer(tmp_path, "split") as engine:
+        link = split_link(engine.url, timeout_s=2.0)
+        link.join(Weights(random_weights(1)))
+        httpx.post(f"{engine.url}/silence", timeout=30)
+        for call, route in ((link.send, "receive"), (link.join, "join")):
+            started = time.monotonic()
+            with pytest.raises(SyncError, match=r"\(worker 1 of 2 of the engine did not report\)") as error:
+                call(Weights(random_weights(2)))
+            assert f"POST /bridge/{route}" in error.value.message
+            assert 1.9 < time.monotonic() - started < SOON_S
+
+
 def test_a_send_that_failed_ends_after_the_engines_part_of_it():
     """Otherwise a reload could be requested while the engine still works on the broadcast."""
     steps = []

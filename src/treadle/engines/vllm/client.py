@@ -17,7 +17,7 @@ from treadle.engines.vllm.server_process import ServerProcess
 from treadle.engines.weight_updates import WeightUpdateState, check_group
 from treadle.errors import EngineError, RequestError
 from treadle.net.client import OK, BadStatus, HttpAnswer, NoAnswer, PooledHttpClient
-from treadle.sync.shards import worker_name
+from treadle.sync.shards import shard_name, worker_name
 from treadle.wire.bridge import Adopt, JoinGroup, Received, ReceiveWeights
 
 CALL_TIMEOUT_S = 120.0
@@ -72,6 +72,24 @@ class VllmClient:
     async def _call_workers(self, method: str, within_s: float, kwargs: dict[str, Any]) -> list[Any]:
         answers: list[Any] = await self.call("/treadle/rpc", {"method": method, "kwargs": kwargs}, within_s)
         return answers
+
+    async def fingerprints(self, policy_version: int, num_workers: int) -> dict[str, str]:
+        """Of all weights, or of each worker's part of each. One call at a time: the workers store those of one."""
+        method = "treadle_read_fingerprints"
+        await self.rpc("treadle_begin_fingerprints", policy_version=policy_version)
+        answers = msgspec.convert(await self.rpc_each(method, policy_version=policy_version), list[dict[str, str]])
+        if num_workers == 1:
+            return msgspec.convert(common_answer(method, answers), dict[str, str])
+        return {
+            shard_name(name, rank, len(answers)): fingerprint
+            for rank, own in enumerate(answers)
+            for name, fingerprint in own.items()
+        }
+
+    async def adapter_fingerprints(self, served_name: str, policy_version: int) -> dict[str, str]:
+        """The same from all workers: each stores the whole adapter, and cuts its part when it computes with it."""
+        answers = await self.call("/treadle/adapter", {"name": served_name, "policy_version": policy_version})
+        return msgspec.convert(common_answer("treadle_adapter_fingerprints", answers), dict[str, str])
 
     async def load(self) -> VllmLoad:
         """How busy vLLM is, or why it cannot generate."""

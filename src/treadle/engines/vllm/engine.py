@@ -33,7 +33,7 @@ from treadle.engines.interface import (
 from treadle.engines.model_folder import absolute
 from treadle.engines.tokenizer import ModelTokenizer
 from treadle.engines.vllm.adapters import AdapterLoader, AdapterValidator
-from treadle.engines.vllm.client import VllmClient, WeightTransfer, common_answer
+from treadle.engines.vllm.client import VllmClient, WeightTransfer
 from treadle.engines.vllm.command import MODEL_NAME
 from treadle.engines.vllm.completions import (
     VllmLoad,
@@ -49,7 +49,6 @@ from treadle.errors import EngineError, RequestError, UserError
 from treadle.log import get_logger
 from treadle.sync.gate import PublishGate, check_publish_order
 from treadle.sync.layout import Layout
-from treadle.sync.shards import shard_name
 from treadle.wire.bridge import Adopt, JoinGroup, Received, ReceiveWeights, Shards
 
 log = get_logger("engine")
@@ -156,30 +155,17 @@ class VllmEngine:
         return await self._changes.run(lambda: self._adopt(order))
 
     async def layout(self) -> Layout | None:
-        plain = await self._client.rpc("treadle_layout")
-        return None if plain is None else msgspec.convert(plain, Layout)
+        is_split = self._facts.num_workers > 1
+        return msgspec.convert(None if is_split else await self._client.rpc("treadle_layout"), Layout | None)
 
     async def fingerprints(self, policy_version: int, adapter: str | None = None) -> Mapping[str, str]:
         if adapter is not None:
-            order = {"name": self._adapters.registry.served_name(adapter), "policy_version": policy_version}
-            answers = await self._client.call("/treadle/adapter", order)
-            return msgspec.convert(common_answer("treadle_adapter_fingerprints", answers), dict[str, str])
+            return await self._client.adapter_fingerprints(self._adapters.registry.served_name(adapter), policy_version)
         async with self._fingerprinting:
-            await self._client.rpc("treadle_begin_fingerprints", policy_version=policy_version)
-            answers = await self._client.rpc_each("treadle_read_fingerprints", policy_version=policy_version)
-        if self._facts.num_workers == 1:
-            return msgspec.convert(common_answer("treadle_read_fingerprints", answers), dict[str, str])
-        by_worker = msgspec.convert(answers, list[dict[str, str]])
-        return {
-            shard_name(name, rank, len(by_worker)): fingerprint
-            for rank, own in enumerate(by_worker)
-            for name, fingerprint in own.items()
-        }
+            return await self._client.fingerprints(policy_version, self._facts.num_workers)
 
     async def shards(self) -> Shards:
-        if self._facts.num_workers == 1:
-            return Shards(workers=[])
-        answers = await self._client.rpc_each("treadle_shards")
+        answers = [] if self._facts.num_workers == 1 else await self._client.rpc_each("treadle_shards")
         return msgspec.convert({"workers": answers}, Shards)
 
     async def reload(self, folder: Path, policy_version: int | None) -> float:
