@@ -40,7 +40,7 @@ from treadle.launch.ranks import choose_layout
 
 # The machine that a command is for: one with GPUs, if it names some.
 NO_GPU = MachineFacts(num_cores=8, has_shared_memory=True)
-EIGHT_GPUS = MachineFacts(num_cores=8, has_shared_memory=True, has_gpu=True, gpus=(Gpu("NVIDIA H100", 85 * 10**9),) * 8)
+MANY_GPUS = MachineFacts(num_cores=8, has_shared_memory=True, has_gpu=True, gpus=(Gpu("NVIDIA H100", 85 * 10**9),) * 32)
 # What starts something, by the name under which the command line finds it.
 _STARTS = (
     (treadle.launch, "resume"), (treadle.hub.process, "serve"), (treadle.engines, "serve"), (treadle.train, "main"),
@@ -181,7 +181,10 @@ def _checks_of_run(config: Any, **_: object) -> int:
     config = settle_environments(with_environments(config, given), problems)
     problems.raise_all()
     config = merge_addresses(config, explicit)
-    machine = EIGHT_GPUS if config.engine.gpus or config.train.gpus else NO_GPU
+    machine = NO_GPU
+    if config.engine.gpus or config.train.gpus:
+        machine = MANY_GPUS
+        config = with_values(config, {"engine.engine": "vllm"})  # which splits an engine; it is not installed here
     with_values(config, choose_layout(config, machine, explicit).settings).check_together()
     return 0
 

@@ -158,6 +158,11 @@ def _check_modes(job: PlannedJob) -> None:
             f"{job.train_gpus} trainer ranks and the engine need GPUs of their own: they share one only with one rank",
             fix="--engine-gpus 1",
         )
+    if job.train_gpus % job.replicas:
+        raise ConfigError(
+            f"{job.train_gpus} trainer ranks cannot be divided into {job.replicas} replicas",
+            fix="choose --train.replicas that divides the number of ranks",
+        )
     heads, kv_heads, split = job.shape.num_heads, job.shape.num_kv_heads, job.tensor_parallel
     if heads % split or (kv_heads % split and split % kv_heads):
         raise ConfigError(
