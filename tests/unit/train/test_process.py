@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
+from multiprocessing import get_context
 
 import httpx
 import pytest
@@ -118,13 +119,18 @@ def test_the_engine_says_which_version_its_weights_are(engine_url, folder, tmp_p
     assert (sync.fetch_layout().policy_version, sync.fetch_layout().is_held) == (4, True)
 
 
-def test_a_trainer_does_not_begin_at_step_0_from_weights_that_are_trained(engine_url, folder, tmp_path):
-    config = settings(folder, tmp_path, engine_url=engine_url)
-    publish_steps(config, 1, 4)
-    with pytest.raises(SyncError, match="already serves version 4 of this policy, and there is no checkpoint") as error:
-        run_trainer(config)
-    assert error.value.fix == "restart the engine, then the trainer"
-    assert not (tmp_path / "saved" / "metrics.jsonl").exists()
+def test_a_trainer_does_not_begin_at_step_0_from_weights_that_another_run_trained(engine_url, folder, tmp_path):
+    """One of the same run, which was killed before its first checkpoint: tests/e2e/test_trainer_restarts.py."""
+    trainer = get_context("spawn").Process(
+        target=publish_steps, args=(settings(folder, tmp_path, engine_url=engine_url), 1, 4)
+    )
+    trainer.start()
+    trainer.join()
+    other = settings(folder, tmp_path, engine_url=engine_url, save_path=tmp_path / "other")
+    with pytest.raises(SyncError, match="this engine serves versions of"):
+        run_trainer(other)
+    assert SingleCopySync(other).fetch_layout().policy_version == 4
+    assert not (tmp_path / "other" / "metrics.jsonl").exists()
 
 
 def test_a_trainer_does_not_start_from_half_published_weights(engine_url, folder, tmp_path):
