@@ -185,7 +185,8 @@ def prepare_layers(model: Any, config: TrainConfig, *, can_compile: bool) -> Non
             layer.training = True  # transformers checks this flag of the layer; its dropouts stay off
     if config.compile == "on" and not can_compile:
         raise ConfigError(
-            "layers are compiled only with the GPU's variable-length attention, and without liger's kernels",
+            "layers are compiled only by a single rank, with the GPU's variable-length attention and without liger's "
+            "kernels",
             fix="--compile auto",
         )
     if config.compile != "off" and can_compile:

@@ -93,7 +93,7 @@ class Gradients:
         own = float(torch.linalg.vector_norm(torch.stack(norms)))
         if self._ranks.size == 1:
             return own
-        copies = self._ranks.size / max(num_shards(p) for p in self._live.values())  # each row is on so many ranks
+        copies = self._ranks.size / max(num_shards(p) for p in self._live.values())  # ranks that have the same rows
         return math.sqrt(self._ranks.reduce(own**2, "sum") / copies)
 
     def scale(self, factor: float) -> None:

@@ -122,7 +122,8 @@ class Policy:
         self.dtype = next(iter(self.weights.values())).dtype
         self.serves_copies = self.adapter is not None or ranks.size > 1
         # liger's kernels break torch.compile (an assertion inside of it, torch 2.11 with liger-kernel 0.8)
-        can_compile = self._attention in VARIABLE_LENGTH and config.fused_kernels == "none" and self._context is None
+        # Compiled layers in several ranks have not been tried on a GPU.
+        can_compile = self._attention in VARIABLE_LENGTH and config.fused_kernels == "none" and ranks.size == 1
         prepare_layers(model, config, can_compile=can_compile)
 
     @property

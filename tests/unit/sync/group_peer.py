@@ -87,7 +87,7 @@ def peer(folder, *words):
         process.wait()
 
 
-# Of each weight, the first worker has so many rows or columns.
+# Rows or columns of each weight that the first worker has.
 SPLITS = {"embed": (0, 192), "norm": None, "bias": None, "up": (0, 35), "down": (1, 35)}
 
 
