@@ -33,7 +33,7 @@ GUIDES = MappingProxyType({
             ),
             "where it runs": (
                 "--engine.engine", "--engine.device", "--engine.gpus", "--train.gpus", "--engine.vllm-python",
-                "--hub.port", "--hub-url", "--engine-url",
+                "--hub-url", "--engine-url",
             ),
         },
     ),

@@ -87,7 +87,7 @@ class EngineConfig(Section):
     device: str = shared("device")
     gpus: Numbers = option(
         None,
-        "numbers of the GPUs (0-3 or 4,5), as CUDA_VISIBLE_DEVICES counts them; several: tensor parallel; empty: "
+        "GPUs: 0-3 or 4,5; numbers within CUDA_VISIBLE_DEVICES; several: tensor parallel; empty: "
         "treadle run chooses them, and an engine that is started alone uses device",
     )
     dtype: EngineDtype = option(

@@ -215,7 +215,7 @@ class ShardOptions(Section):
 
     gpus: Numbers = option(
         None,
-        "numbers of the GPUs, one for each rank (4,5 or 0-3), as CUDA_VISIBLE_DEVICES counts them; empty: treadle run "
+        "GPUs, one for each rank: 4,5 or 0-3; numbers within CUDA_VISIBLE_DEVICES; empty: treadle run "
         "chooses them, and a trainer that is started alone uses device",
     )
     ranks: PositiveInt = option(1, "number of trainer processes, each with its own GPU; treadle run starts them")

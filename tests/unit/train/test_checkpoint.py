@@ -64,7 +64,7 @@ def assert_same(left, right):
 
 @pytest.mark.parametrize(("optimizer_name", "lora"), CASES)
 def test_a_restored_run_goes_on_bit_for_bit(model_folder, tmp_path, monkeypatch, optimizer_name, lora):
-    monkeypatch.setattr(model_files, "SHARD_BYTES", 1 << 13)
+    monkeypatch.setattr(model_files, "SHARD_BYTES", 1 << 12)
     policy, optimizer = new_parts(model_folder, optimizer_name, lora=lora)
     take_steps(policy, optimizer, 1, 3)
     Checkpoints(tmp_path, model_folder, keep=2).save(3, policy, optimizer, Totals(elapsed_s=12.5, num_tokens=99))
