@@ -20,7 +20,7 @@ OUTPUT, GATE, UP = (f"{LAYER}{name}.weight" for name in ("self_attn.o_proj", "ml
 class Trained:
     """The part of a trainer's policy that verification needs: a model in which every weight has changed."""
 
-    merges_adapters = False
+    serves_copies = False
     dtype = torch.float32
 
     def __init__(self, folder):
