@@ -16,6 +16,7 @@ from treadle import support
 from treadle.budget.command import show_what_fits
 from treadle.cli import main
 from treadle.config import load_run
+from treadle.errors import ConfigError
 from treadle.gpus import Gpu
 
 
@@ -219,6 +220,23 @@ def test_wrong_input_dies_with_a_remedy(
     assert code == 2
     assert complaint in complained
     assert remedy in complained
+
+
+SPLIT = {"engine.tensor_parallel_size": "2"}
+
+
+def test_run_refuses_to_share_the_memory_of_a_split_engine() -> None:
+    with pytest.raises(ConfigError, match="cannot share its weights with a trainer"):
+        load_run(None, SPLIT).check_together()
+    for settings in ({"train.weight_bridge_mode": "lora_only"}, {"train.use_shared_memory": "true"}):
+        load_run(None, SPLIT | settings).check_together()
+
+
+@pytest.mark.xfail(strict=True, reason="plan sets use_shared_memory; run checks before its layout could set it")
+def test_plan_refuses_a_split_engine_as_run_does(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--engine.tensor-parallel-size", "2", "--model", "Qwen3-4B")
+    _, _, complained = plan(capsys, "--gpu", "h100", *words)
+    assert "cannot share its weights with a trainer" in complained
 
 
 QUESTIONS = (
