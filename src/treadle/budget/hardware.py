@@ -63,7 +63,7 @@ CPU_OTHER_PROCESSES = {"hub": 40_000_000, "environment": 80_000_000, "launcher":
 # than their tensors need at once. With it, a plan for the longest possible completions is 9 % above that measurement.
 CPU_FREED_BUT_KEPT = 0.5
 CPU_KV_COPIES = 2  # rows that join the running ones are copied together with them
-CPU_KV_GROWTH = 64  # positions by which the cache grows
+CPU_KV_GROWTH = 16  # positions by which the cache grows
 
 # --- host memory beside GPUs -----------------------------------------------------------------------------------------
 HOST_GPU_PROCESS_BYTES = 3_000_000_000  # Python, torch and the CUDA libraries, with pinned buffers

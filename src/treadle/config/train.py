@@ -37,8 +37,7 @@ Automatic = Literal["auto", "on", "off"]
 # By device: for a core's caches and little memory, or to keep a GPU busy.
 MICRO_TOKENS = {"cpu": 1024, "cuda": 16_384}
 LOGPROB_CHUNK = {"cpu": 2048, "cuda": 8192}  # entries of the vocabulary whose logits exist at the same time
-# bf16 weights round small steps away, so they need larger ones (docs/experiments.md).
-FLOAT32_LR = 2e-5
+FLOAT32_LR = 2e-5  # steps of bf16 weights are rounded, and their best rate was a little larger (docs/experiments.md)
 
 _TOKEN_CLIP = {"ratio": "token", "surrogate": "clip"}
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -149,7 +148,7 @@ class OptimizerOptions(Section):
     optimizer: Literal["adamw", "adamw_8bit", "adafactor", "adamw_cpu", "muon"] = option(
         "adamw", "fp32 masters and moments; 8-bit moments; factored moments; all of it in host memory; orthogonalised"
     )
-    lr: Positive = option(4e-5, f"peak learning rate; treadle run takes {FLOAT32_LR:g} in float32")
+    lr: Positive = option(2.5e-5, f"peak learning rate; treadle run takes {FLOAT32_LR:g} in float32")
     warmup_steps: Count = option(3, "steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = option("linear", "learning rate after the warm-up")
     betas: Annotated[tuple[Fraction, Fraction], BeforeValidator(parse_names)] = option(

@@ -25,7 +25,8 @@ from transformers import AttentionInterface
 from treadle.log import get_logger
 
 _numbers = count()  # there may be several models in one process; each registers an attention name of its own
-GROWTH = 64  # positions by which the cache grows
+# Positions by which the cache grows. On a CPU its rows are copied when they are split; a CUDA graph ends when it grows.
+GROWTH = {"cpu": 16, "cuda": 64}
 log = get_logger("engine")
 CAPTURE_AFTER = 3  # steps without a change of the batch; a capture takes as long as two steps
 MIN_REPLAYS = 8  # a graph that was replayed less often doubles the wait for the next capture
@@ -114,10 +115,12 @@ class KVCache:
         keys[self._rows, :, self._positions_B] = key[:, :, 0]
         values[self._rows, :, self._positions_B] = value[:, :, 0]
         seen_keys, seen_values = keys[:, :, : self._length], values[:, :, : self._length]
+        num_rows, num_heads, _, size = query.shape
+        # The query heads of a key head as its queries: on a CPU twice as fast as enable_gqa, which repeats the keys.
         out = F.scaled_dot_product_attention(
-            query, seen_keys, seen_values, attn_mask=self._mask, scale=scaling, enable_gqa=True
+            query.view(num_rows, key.shape[1], -1, size), seen_keys, seen_values, attn_mask=self._mask, scale=scaling
         )
-        return out.transpose(1, 2)
+        return out.view(num_rows, 1, num_heads, size)
 
     def _attend_to_prompts(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         if self._prompt_keys[layer].numel():
@@ -148,7 +151,8 @@ def install_attention(model: Any, cache: KVCache) -> None:
 def _grow(tensor: Tensor, length: int) -> Tensor:
     if tensor.shape[2] >= length:
         return tensor
-    room = -(-length // GROWTH) * GROWTH
+    growth = GROWTH[tensor.device.type]
+    room = -(-length // growth) * growth
     return F.pad(tensor, (0, 0, 0, room - tensor.shape[2]))
 
 
@@ -226,7 +230,8 @@ class Decoder:
         The replay is compared with the step that was just computed; it writes the same keys and values again.
         """
         tokens_B, positions_B = tokens_B.clone(), positions_B.clone()
-        span = min(-(-length // GROWTH) * GROWTH, self._cache.capacity)
+        growth = GROWTH[tokens_B.device.type]
+        span = min(-(-length // growth) * growth, self._cache.capacity)
         try:
             captured = capture(lambda: self._compute(tokens_B, positions_B, span, is_ragged=True))
             captured.replay()

@@ -14,7 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 256 << 20  # fp32 copies of low-precision accumulators that exist at the same time
 MAX_SKIPPED_IN_A_ROW = 5
+NUM_THRESHOLDS = 65_536  # of rounding: bf16 lacks 16 bits of fp32. A weight's depends on its index modulo this.
+THRESHOLD_STEP = 40_503  # odd and near the golden ratio: all values occur, and those of neighbours differ widely
+ROUNDED_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}  # multiples of NUM_THRESHOLDS
 COUNTERS = ("num_skipped", "num_skipped_in_a_row")
 Adder = Callable[[Tensor, Tensor], object]
 
@@ -138,17 +141,62 @@ class PinnedBuffer:
         return self._buffer[: parameter.nbytes].view(parameter.dtype).view(parameter.shape)
 
     def fetch(self, value: Tensor, device: torch.device) -> Tensor:
-        """`value`, or a copy in the buffer if it is on another device; valid until the next copy."""
-        return value if value.device == device else self.buffer_for(value).copy_(value)
+        """`value`, or a copy on `device`; in host memory it is in the buffer, and valid until the next copy."""
+        if value.device == device:
+            return value
+        return self.buffer_for(value).copy_(value) if device.type == "cpu" else value.to(device)
 
-    def put(self, target: Tensor, value: Tensor) -> None:
-        """Copy `value` into `target`; it is rounded before the transfer, which halves the bytes."""
-        target.copy_(value if value.device == target.device else self.buffer_for(target).copy_(value))
+    def put(self, target: Tensor, value: Tensor, first: int = 0) -> None:
+        """Copy `value` into `target`; it is rounded before the transfer, which halves the bytes. `first`: see
+        `write_rounded`."""
+        near = target if value.device == target.device else self.buffer_for(target)
+        write_rounded(near, value, first)
+        if near is not target:
+            target.copy_(near)
+
+
+def write_rounded(target: Tensor, values: Tensor, first: int = 0) -> None:
+    """Copy fp32 `values` into bf16 `target`; a value is rounded away from zero if the bits that bf16 lacks reach the
+    threshold of its place.
+
+    Rounding to the nearest would hide every step that is smaller than half of the distance between two bf16 numbers,
+    and a pretrained weight is such a number exactly. The thresholds are spread evenly over all weights, so the mean of
+    a step is written from the first step on. A weight keeps its threshold: it changes once on the way, not at every
+    step. `first`: index of `values` in the whole tensor, so that the number of ranks makes no difference. Other formats
+    are copied.
+
+    >>> moved = torch.full((65_536,), 1.0 + 2**-9)  # a quarter of the way to the next bf16 number
+    >>> rounded = torch.empty(65_536, dtype=torch.bfloat16)
+    >>> write_rounded(rounded, moved)
+    >>> (rounded > 1).float().mean().item()
+    0.25
+    """
+    if target.dtype != torch.bfloat16 or values.dtype != torch.float32:
+        target.copy_(values)
+        return
+    rounded = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+    numbers, bits = rounded.view(torch.int16).view(-1), values.contiguous().view(torch.int32).view(-1)
+    piece = ROUNDED_AT_ONCE["cuda" if values.is_cuda else "cpu"]
+    thresholds = _thresholds(first % NUM_THRESHOLDS, min(piece, len(bits)), values.device)
+    for start in range(0, len(bits), piece):
+        part = bits[start : start + piece]
+        numbers[start : start + piece] = (part + thresholds[: len(part)]) >> 16
+    if rounded is not target:
+        target.copy_(rounded)
+
+
+@lru_cache(maxsize=4)
+def _thresholds(first: int, length: int, device: torch.device) -> Tensor:
+    indices = torch.arange(first, first + length, dtype=torch.int64, device=device)
+    return (indices * THRESHOLD_STEP % NUM_THRESHOLDS).int()
 
 
 def _accumulate(add: Adder, accumulator: Tensor, buffer: PinnedBuffer, parameter: Tensor) -> None:
     if parameter.grad is not None:
-        add(accumulator, buffer.fetch(own_part(parameter.grad), accumulator.device))
+        gradient = own_part(parameter.grad)
+        if not gradient.is_cuda and gradient.is_pinned():  # offloaded: torch 2.11 may still be copying it
+            torch.cuda.current_stream().synchronize()
+        add(accumulator, buffer.fetch(gradient, accumulator.device))
         parameter.grad = None
 
 

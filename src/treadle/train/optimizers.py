@@ -11,7 +11,8 @@ muon         14                    fp32 masters and one fp32 momentum for matric
           ^                         |
           └── rules <── gradients <── backward
 
-A step of 1e-6 is lost when added to a bf16 weight, but not when added to its fp32 master.
+A step of 1e-6 is lost when added to a bf16 weight, but not when added to its fp32 master. The masters are written with
+a rounding that loses no part of a step on average (`write_rounded`).
 
 Adafactor is implemented here, because torch's version always scales the step by the size of the weights. Here that is
 optional; without it the step size is exactly the learning rate. (Shazeer and Stern, 2018; no first moment.)
@@ -19,6 +20,7 @@ optional; without it the step size is exactly the learning rate. (Shazeer and St
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -202,7 +204,9 @@ class MasterOptimizer(Optimizer):
     @torch.no_grad()
     def _write(self) -> None:
         for name, master in self.masters.items():
-            self._buffer.put(own_part(self._live[name]), own_part(master))
+            live = self._live[name]
+            first = own_rows(live).start * math.prod(live.shape[1:])
+            self._buffer.put(own_part(live), own_part(master), first)
 
 
 def adamw(policy: Policy, config: TrainConfig, device: torch.device | None = None) -> MasterOptimizer:

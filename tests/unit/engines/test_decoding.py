@@ -53,6 +53,11 @@ class Records:
         return [t.data_ptr() for t in (*self.cache._keys, *self.cache._values)]
 
 
+@pytest.fixture(autouse=True)
+def grow_as_on_a_gpu(monkeypatch):
+    monkeypatch.setitem(decoding.GROWTH, "cpu", decoding.GROWTH["cuda"])
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))

@@ -72,14 +72,15 @@ def test_fifty_steps_of_a_millionth_arrive(name, gradient_dtype):
     report(f"{name} {gradient_dtype}", realised(motion, wanted), realised(shown, wanted), size)
     assert wanted.abs().mean() > 5e-6  # it had somewhere to go
     assert realised(motion, wanted) == pytest.approx(1, abs=0.05)
+    assert realised(shown, wanted) == pytest.approx(1, abs=0.05)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "adamw_8bit"])  # which has no masters
-def test_live_weights_are_the_masters_rounded_to_the_nearest(name):
+def test_live_weights_are_neighbours_of_the_masters(name):
     policy, optimizer, *_ = train(name, torch.bfloat16, "float32")
     for parameter, master in zip(policy.live.values(), optimizer.masters.values(), strict=True):
-        half_ulp = 2.0 ** (torch.frexp(master).exponent - 9)  # bf16 has 8 significant bits
-        assert bool(((parameter.float() - master).abs() <= half_ulp).all())
+        distance = 2.0 ** (torch.frexp(master).exponent - 8)  # between bf16 numbers, which have 8 significant bits
+        assert bool(((parameter.float() - master).abs() < distance).all())
 
 
 def test_eight_bit_moments_move_the_weights_as_fp32_moments_do():
