@@ -25,6 +25,8 @@ class _PendingTokens:
     num_logprobs: int | None  # top tokens in addition to the sampled one; None: no logprobs requested
     num_per_message: int
     num_until_message: int  # tokens; the first token is always sent at once
+    end_ids: frozenset[int] = frozenset()  # tokens that end the request
+    was_sent: bool = False  # its first token
     token_ids: list[int] = field(default_factory=list)
     logprob_ids: list[list[int]] = field(default_factory=list)  # per token: the sampled token, then the top tokens
     logprobs: list[list[float]] = field(default_factory=list)
@@ -53,25 +55,42 @@ class OutputBatching:
         self._num_added = 0
         self._pending: dict[str, _PendingTokens] = {}
 
-    def add(self, request_id: str, params: Any, *, is_final_only: bool) -> None:
+    def add(self, request_id: str, params: Any, *, may_wait: bool) -> None:
         """`params`: vLLM's SamplingParams. The API process searches for stop strings and needs each token at once."""
-        may_wait = is_final_only and not params.stop and params.num_logprobs != _ALL
+        may_wait = may_wait and not params.stop and params.num_logprobs != _ALL
         num_per_message = self._tokens_per_message if may_wait else 1
         self._num_added += _STAGGER
+        end_ids = frozenset([*(params.stop_token_ids or ()), params.eos_token_id])
         self._pending[request_id] = _PendingTokens(
-            params.num_logprobs, num_per_message, 1 + self._num_added % num_per_message
+            params.num_logprobs, num_per_message, 1 + self._num_added % num_per_message, end_ids
         )
 
     def remove(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._pending.pop(request_id, None)
 
-    def due(self, outputs: list[Any], logprobs: Any, index_of: dict[str, int], *, send_all: bool) -> list[Any]:
+    def keep(self, request_id: str, token: int, step: StepLogprobs | None, index: int) -> bool:
+        """Keep a token that is neither sent now nor the request's first or last; False: it may be one of those."""
+        pending = self._pending.get(request_id)
+        if pending is None or not pending.was_sent or token in pending.end_ids:
+            return False
+        if len(pending.token_ids) + 1 >= pending.num_until_message:
+            return False
+        pending.token_ids.append(token)
+        if step is not None and pending.num_logprobs is not None:
+            row = step.first_row(index)
+            pending.logprob_ids.append(step.token_ids[row])
+            pending.logprobs.append(step.logprobs[row])
+            pending.ranks.append(step.ranks[row])
+        return True
+
+    def due(
+        self, outputs: list[Any], step: StepLogprobs | None, index_of: dict[str, int], *, send_all: bool
+    ) -> list[Any]:
         """The outputs of a step that are sent now, each with the pending tokens of its request.
 
-        `logprobs`: those of the whole step, or None. The outputs have none yet.
+        `step`: the logprobs of the whole step, or None. The outputs have none yet.
         """
-        step = None if logprobs is None else StepLogprobs(logprobs)
         sent = []
         for output in outputs:
             pending = self._pending.get(output.request_id)
@@ -88,7 +107,7 @@ class OutputBatching:
                 pending.ranks += step.ranks[rows]
             is_due = len(pending.token_ids) >= pending.num_until_message or output.finish_reason is not None
             if is_due or send_all or _has_more_than_tokens(output):
-                sent.append(_merge(output, pending, logprobs))
+                sent.append(_merge(output, pending, None if step is None else step.arrays))
         return sent
 
 
@@ -113,4 +132,5 @@ def _merge(output: Any, pending: _PendingTokens, logprobs: Any) -> Any:
         pending.logprob_ids, pending.logprobs, pending.ranks = [], [], []
     if output.prefill_stats is None:
         pending.num_until_message = pending.num_per_message
+    pending.was_sent = True
     return output
