@@ -135,7 +135,7 @@ def _merged(base: Path, adapter: Path) -> Callable[[Path], None]:
     adapted = PeftModel.from_pretrained(model, adapter)
     weights = {name: weight.detach() for name, weight in original_weights(adapted).items()}
     weights |= dict(merged_weights(adapted))
-    return lambda folder: write_model(folder, weights, base)
+    return lambda folder: write_model(folder, weights.items(), weights, base)
 
 
 def _copied(model: Path) -> Callable[[Path], None]:

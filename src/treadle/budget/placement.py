@@ -17,9 +17,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from treadle.budget import hardware
 from treadle.budget.shapes import ModelShape
+from treadle.config.schema import RunConfig
 from treadle.errors import ConfigError
 from treadle.formatting import counted
 
@@ -118,6 +120,17 @@ class Placement:
         split = f" (tensor parallel {self.tensor_parallel})" if self.tensor_parallel > 1 else ""
         several = f" ({self.ranks} ranks)" if self.ranks > 1 else ""
         return f"engine on {name_gpus(self.engine_gpus)}{split}, trainer on {name_gpus(self.train_gpus)}{several}"
+
+
+def settings_on_own_gpus(run: RunConfig, explicit: frozenset[str]) -> dict[str, Any]:
+    """Settings that follow if engine and trainer do not share a GPU, unless the user gave them: weights in memory are
+    sent, because they cannot be shared."""
+    follow: dict[str, Any] = {}
+    if run.train.mode.in_memory:
+        follow["train.use_shared_memory"] = True
+    if not run.engine_url:
+        follow["engine.gpu_memory_utilization"] = OWN_GPU_SHARE
+    return {key: value for key, value in follow.items() if key not in explicit}
 
 
 def name_gpus(gpus: Sequence[int]) -> str:

@@ -7,12 +7,18 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 from treadle.budget import hardware
 from treadle.budget.hardware import Machine, host_memory, parse_cards
 from treadle.budget.job import Layout, Mode, PlannedJob
-from treadle.budget.placement import OWN_GPU_SHARE, EngineDemand, GpuWishes, Placement, choose_placement
+from treadle.budget.placement import (
+    EngineDemand,
+    GpuWishes,
+    Placement,
+    choose_placement,
+    settings_on_own_gpus,
+)
 from treadle.budget.shapes import ModelShape, find_shape, shape_of_size
 from treadle.budget.suggestions import settings_of
 from treadle.config.load import (
@@ -86,13 +92,13 @@ def read_request(run: RunConfig, values: argparse.Namespace, explicit: frozenset
     if not keys_in(asked, ["env.group_size"]) & explicit:
         group_size = fitting_group_size(group_size, run.train.sequences_per_step)
     is_apart = counts.engine_gpus > 0
-    planned = {
+    planned: dict[str, Any] = {
         "train.ranks": counts.train_gpus,
         "engine.tensor_parallel_size": max(1, counts.engine_gpus),
         "env.group_size": group_size,
     }
-    if is_apart and run.train.mode.in_memory and not run.train.single_copy:
-        planned["train.use_shared_memory"] = True  # as treadle run sets it
+    if is_apart and not run.train.single_copy:  # one copy is refused below
+        planned |= settings_on_own_gpus(run, explicit)
     run = with_values(run, planned)
     run.check_together()
     job = _job(run, values, explicit, (counts.train_gpus, counts.engine_gpus), shape, has_gpu=machine.has_gpu)
@@ -210,14 +216,15 @@ def _with_largest_environment(run: RunConfig) -> RunConfig:
 def accepts(run: RunConfig, flags: Sequence[str]) -> bool:
     """Whether `treadle run` accepts the settings of `run` with these flags added."""
     given = {key: value for name, value in settings_of(flags).items() for key in keys_in(run, [name])}
+    explicit = explicit_keys(run) | given.keys()
     follows = {}  # from the GPUs, as treadle run derives it
     if "engine.gpus" in given:
         num_engine, num_train = (len(parse_numbers(given[key])) for key in ("engine.gpus", "train.gpus"))
         follows = {"engine.tensor_parallel_size": num_engine, "train.ranks": num_train}
-        follows["train.use_shared_memory"] = run.train.mode.in_memory
+        follows |= settings_on_own_gpus(run, explicit)
     try:
         changed = with_values(run, {**follows, **given})
-        with_fitting_groups(changed, explicit_keys(run) | given.keys()).check_together()
+        with_fitting_groups(changed, explicit).check_together()
     except ConfigError:
         return False
     return True
@@ -262,9 +269,6 @@ def _job(
     # vLLM reserves its share of the GPU; the transformers engine allocates on demand.
     is_apart = engine_gpus > 0 and engine.engine != "transformers"
     has_share = "engine.gpu_memory_utilization" in explicit or has_vllm(engine) or is_apart
-    share = engine.gpu_memory_utilization
-    if is_apart and not run.engine_url and "engine.gpu_memory_utilization" not in explicit:
-        share = OWN_GPU_SHARE  # as treadle run sets it
     # A micro-batch is never larger than a step with the longest completions. On a GPU full micro-batches are planned
     # anyway: the small built-in tasks are not what a GPU is used for.
     num_groups = max(1, train.sequences_per_step // run.env.group_size)
@@ -293,9 +297,13 @@ def _job(
         shares_prompts=train.share_prompts != "off",
         logprob_chunk=LOGPROB_CHUNK["cuda" if has_gpu else "cpu"],
         is_checkpointed=train.gradient_checkpointing,
-        # Layers are compiled only with variable-length attention on a GPU.
+        # Layers are compiled only with variable-length attention on a GPU, and not by context groups.
         is_compiled=(
-            train.compile != "off" and has_gpu and train.attention in ("auto", "varlen", "flash4") and not has_liger
+            train.compile != "off"
+            and has_gpu
+            and train.attention in ("auto", "varlen", "flash4")
+            and not has_liger
+            and train.context_parallel == 1
         ),
         has_liger=has_liger,
         is_lean=not has_gpu,
@@ -304,7 +312,7 @@ def _job(
         is_reference_offloaded=train.reference_offload,
         max_num_seqs=concurrent_sequences(run, explicit),
         max_model_len=longest,
-        gpu_memory_utilization=share if has_share else None,
+        gpu_memory_utilization=engine.gpu_memory_utilization if has_share else None,
     )
 
 

@@ -241,7 +241,13 @@ class ShardOptions(Section):
     offload_weights: bool = option(False, "keep sharded weights in host memory, and copy a layer to the GPU to compute")
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Refuse divisions of the ranks that leave a rest."""
+        """Refuse divisions of the ranks that leave a rest, and what only several ranks can do."""
+        if self.offload_weights and num_ranks == 1:
+            raise ConfigError(
+                "train.offload_weights is for the weights that several ranks share, and there is one rank",
+                fix="leave --train.offload-weights out, or start several ranks; --train.optimizer adamw_cpu keeps the "
+                "optimizer in host memory",
+            )
         for name in ("replicas", "context_parallel"):
             number = getattr(self, name)
             if num_ranks % number:
@@ -304,6 +310,11 @@ class TrainConfig(
     keep_checkpoints: PositiveInt = option(
         2, "number of checkpoints that are kept; with two, a damaged one can be skipped"
     )
+    checkpoint_url: str = option(
+        "",
+        "also copy them and the final model to s3://bucket/path, gs://, az:// or file://, and start from the newest "
+        "copy if it is newer; treadle run adds the name of the run folder",
+    )
 
     @model_validator(mode="after")
     def _can_be_done(self) -> TrainConfig:
@@ -321,6 +332,11 @@ class TrainConfig(
             )
         if self.quantization != "none":
             self._check_quantization()
+        if self.offload_weights and self.optimizer == "adamw_8bit":
+            raise ValueError(
+                "adamw_8bit changes weights on the GPU, and offload_weights keeps them in host memory: choose the "
+                "optimizer adamw_cpu, or leave offload_weights out"
+            )
         # Adapters are the trainer's own, and a frozen base stays as the engine has it.
         merges = not self.mode.adapters
         own_copy = {

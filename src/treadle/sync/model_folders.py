@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from pathlib import Path
@@ -45,6 +46,14 @@ def origin_of(folder: Path) -> ModelOrigin:
     config = folder / "config.json"
     hashed = hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else ""
     return ModelOrigin(config=hashed, weights=digest.hexdigest())
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that belong to the model; the folder may contain other formats or leftovers."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
 
 
 def cache_folder() -> Path:

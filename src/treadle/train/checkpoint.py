@@ -19,12 +19,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from torch import Tensor
@@ -51,6 +51,9 @@ from treadle.train.optimizer import Optimizer
 from treadle.train.policy import Policy
 from treadle.train.ranks import ALONE, Ranks
 from treadle.train.sharding import whole
+
+if TYPE_CHECKING:
+    from treadle.train.checkpoint_copies import CheckpointCopies  # needs an extra
 
 log = get_logger("checkpoint")
 
@@ -202,8 +205,16 @@ class Checkpoints:
     Restored(elapsed_s=310.0, num_tokens=0, step=25)
     """
 
-    def __init__(self, root: Path, model_folder: Path, keep: int, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self,
+        root: Path,
+        model_folder: Path,
+        keep: int,
+        ranks: Ranks = ALONE,
+        copies: CheckpointCopies | None = None,
+    ) -> None:
         self._root = root
+        self._copies = copies
         self._model_folder = model_folder
         self._keep = keep
         self._ranks = ranks
@@ -217,6 +228,7 @@ class Checkpoints:
         weights, state = _own_weights(policy), _whole_shards(optimizer)
         if not self._ranks.leads:
             with self._ranks.during("saving a checkpoint"):
+                deque(weights, maxlen=0)
                 deque(state, maxlen=0)
             return
 
@@ -245,6 +257,7 @@ class Checkpoints:
         for other in set(self._steps(kind)) - set(kept):
             remove_folder(self._root / f"{kind.prefix}{other}")
         log.info("saved", step=step, folder=str(saved))
+        self._copy(saved)
 
     def save_final(self, policy: Policy, *, is_merged: bool = False) -> Path:
         """`is_merged`: save adapters also as a merged model. It is written last: the newer folder is the result of the
@@ -252,13 +265,24 @@ class Checkpoints:
         final = _kind(policy).final
         weights = _own_weights(policy)
         merges = is_merged and policy.adapter is not None
-        merged = policy.saved_model() if merges else {}
         if not self._ranks.leads:
+            with self._ranks.during("saving the final model"):
+                deque(weights, maxlen=0)
+                deque(policy.served_weights() if merges else (), maxlen=0)
             return self._root / final
         saved = write_folder(self._root, final, lambda folder: self._write_model(folder, policy, weights))
+        self._copy(saved)
         if merges:
-            write_folder(self._root, FULL.final, lambda folder: write_model(folder, merged, self._model_folder))
+            served = policy.served_weights()
+            merged = write_folder(
+                self._root, FULL.final, lambda folder: write_model(folder, served, policy.weights, self._model_folder)
+            )
+            self._copy(merged)
         return saved
+
+    def _copy(self, folder: Path) -> None:
+        if self._copies is not None:
+            self._copies.add(folder)
 
     def restore(self, policy: Policy, optimizer: Optimizer) -> Restored:
         """Load the newest complete checkpoint; publish after it. Everything is verified before anything is loaded."""
@@ -322,19 +346,20 @@ class Checkpoints:
                 fix="set --lora as it was, or choose another --train.save-path",
             )
 
-    def _write_model(self, folder: Path, policy: Policy, weights: Mapping[str, Tensor]) -> None:
+    def _write_model(self, folder: Path, policy: Policy, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Write the trained weights and everything needed to load them elsewhere."""
         if policy.adapter is None:
-            write_model(folder, weights, self._model_folder)
+            write_model(folder, weights, policy.weights, self._model_folder)
         else:
-            write_adapter(folder, policy.adapter, weights, self._model_folder)
+            write_adapter(folder, policy.adapter, dict(weights), self._model_folder)
 
 
 def _kind(policy: Policy) -> FolderKind:
     return FULL if policy.adapter is None else ADAPTER
 
 
-def _own_weights(policy: Policy) -> dict[str, Tensor]:
+def _own_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint has of the model, one whole tensor at a time; all ranks must iterate together."""
     return policy.saved_weights() if policy.adapter is None else policy.saved_live()
 
 

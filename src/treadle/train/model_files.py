@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -29,6 +30,10 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _OS_ERROR_FULL = re.compile(rf"\(os error ({errno.ENOSPC}|{errno.EDQUOT})\)")
 SMALL_BYTES = 1 << 20
 SHARD_BYTES = 128 << 20  # a file is copied in memory while it is written, so state is written in shards
+SAFETENSORS_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 MODEL_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "tokenizer.model",
@@ -93,9 +98,37 @@ def clear_leftovers(root: Path) -> None:
 
 def write_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str] | None = None) -> None:
     found = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    # Small ones are copied to the host together: with other users of the GPU, one wait is cheaper than many.
-    small = {name: tensor for name, tensor in found.items() if tensor.is_cuda and tensor.nbytes <= SMALL_BYTES}
-    save_file(found | host_copies(small), file, metadata={"format": "pt", **(metadata or {})})
+    save_file(found | _small_on_host(found), file, metadata={"format": "pt", **(metadata or {})})
+
+
+def stream_tensors(tensors: Iterable[tuple[str, Tensor]], like: Mapping[str, Tensor], file: Path) -> None:
+    """Write the tensors that `like` describes as they come, in any order: they need not exist at the same time. The
+    order in the file is that of safetensors' own writer, in which all are aligned."""
+    names = sorted(like, key=lambda name: (-like[name].dtype.itemsize, name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts: dict[str, int] = {}
+    end = 0
+    for name in names:
+        starts[name], end = end, end + like[name].numel() * like[name].dtype.itemsize
+        kind, shape = SAFETENSORS_NAMES[like[name].dtype], list(like[name].shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [starts[name], end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for some in shards((name, tensor.detach().contiguous()) for name, tensor in tensors):
+            for name, tensor in (some | _small_on_host(some)).items():
+                if (tensor.shape, tensor.dtype) != (like[name].shape, like[name].dtype):
+                    raise ValueError(f"{name} is {list(tensor.shape)} {tensor.dtype}, not as described")
+                stream.seek(8 + len(text) + starts.pop(name))
+                stream.write(tensor.view(-1).view(torch.uint8).cpu().numpy().data)
+    if starts:
+        raise ValueError(f"{min(starts)} was described and not written")
+
+
+def _small_on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Small ones are copied to the host together: with other users of the GPU, one wait is cheaper than many."""
+    return host_copies({name: t for name, t in tensors.items() if t.is_cuda and t.nbytes <= SMALL_BYTES})
 
 
 def host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -212,9 +245,10 @@ FULL = FolderKind("step_", "final_model", "model.safetensors", MODEL_FILES + TOK
 ADAPTER = FolderKind("adapter_step_", "final_adapter", "adapter_model.safetensors", TOKENIZER_FILES)
 
 
-def write_model(folder: Path, weights: Mapping[str, Tensor], base: Path) -> None:
-    """`base`: the folder of the starting model."""
-    write_tensors(weights, folder / FULL.weights)
+def write_model(folder: Path, weights: Iterable[tuple[str, Tensor]], like: Mapping[str, Tensor], base: Path) -> None:
+    """`weights` are written one after the other; `like` has their shapes and formats. `base`: the folder of the
+    starting model."""
+    stream_tensors(weights, like, folder / FULL.weights)
     _copy(FULL, base, folder)
 
 

@@ -7,6 +7,7 @@ on wrong numbers.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 from torch.nn.functional import silu
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -154,8 +156,13 @@ def _lean_form(module: Any, dtype: torch.dtype) -> Callable[..., Tensor] | None:
         expected = functional_call(module, {"weight": weight}, (x,))
         return _norm if torch.equal(expected, RecomputingNorm.apply(x, weight, module.variance_epsilon)) else None
     if all(isinstance(getattr(module, name, None), nn.Linear) for name in ("gate_proj", "up_proj", "down_proj")):
+        shapes = {name: parameter.shape for name, parameter in own.items() if parameter.is_floating_point()}
+        weights = {name: torch.randn(shape, generator=draw).to(own[name]) for name, shape in shapes.items()}
         x = torch.randn(1, 3, module.gate_proj.in_features, generator=draw).to(module.gate_proj.weight.device, dtype)
-        return _mlp if torch.equal(module(x), _mlp(module, x)) else None
+        expected = functional_call(module, weights, (x,))
+        lean = copy.copy(module)
+        lean.forward = MethodType(_mlp, lean)
+        return _mlp if torch.equal(expected, functional_call(lean, weights, (x,))) else None
     return None
 
 
@@ -174,7 +181,7 @@ def _inductor_options() -> dict[str, Any]:
 
 def prepare_layers(model: Any, config: TrainConfig, *, can_compile: bool) -> None:
     """Enable checkpointing and compilation per layer: layers are alike, so the compiled code of one serves all."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if config.gradient_checkpointing:
         if not layers:
             raise ConfigError(
@@ -185,19 +192,23 @@ def prepare_layers(model: Any, config: TrainConfig, *, can_compile: bool) -> Non
             layer.training = True  # transformers checks this flag of the layer; its dropouts stay off
     if config.compile == "on" and not can_compile:
         raise ConfigError(
-            "layers are compiled only by a single rank, with the GPU's variable-length attention and without liger's "
-            "kernels",
+            "layers are compiled only with the GPU's variable-length attention, without liger's kernels and without "
+            "context parallel",
             fix="--compile auto",
         )
     if config.compile != "off" and can_compile:
+        is_sharded = isinstance(model, FSDPModule)
         for layer in layers:
-            layer.compile(dynamic=True, options=_inductor_options())
+            if is_sharded:  # forward is called with whole weights; the hooks that gather them stay eager
+                layer.forward = torch.compile(layer.forward, dynamic=True, options=_inductor_options())
+            else:
+                layer.compile(dynamic=True, options=_inductor_options())
 
 
-def use_fused_kernels(model: nn.Module, config: TrainConfig) -> None:
+def use_fused_kernels(model: nn.Module, config: TrainConfig, device: torch.device) -> None:
     if config.fused_kernels == "none":
         return
-    if not next(model.parameters()).is_cuda:
+    if device.type != "cuda":
         raise ConfigError("liger's kernels run on a GPU only", fix="leave --fused-kernels out")
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
@@ -251,7 +262,7 @@ def _plain_logprobs(model: Any) -> Tensor:
     for tokens in sample_group(model.config.get_text_config().vocab_size).tokens:
         ids = torch.tensor([tokens], device=device)
         table = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0].float(), -1)
-        logprobs.append(table[NUM_PROMPT - 1 : -1].gather(1, ids[0, NUM_PROMPT:, None]).squeeze(1))
+        logprobs.append(table[NUM_PROMPT - 1 : -1].gather(1, ids[0, NUM_PROMPT:, None].to(table.device)).squeeze(1))
     return torch.cat(logprobs)
 
 

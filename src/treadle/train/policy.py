@@ -35,6 +35,7 @@ from treadle.train.attention import VARIABLE_LENGTH, choose_kind, head_size, ins
 from treadle.train.context_parallel import ContextGroup, check_heads
 from treadle.train.logprobs import chosen_logprobs
 from treadle.train.model_files import FULL, write_adapter, write_folder, write_model, write_tensors
+from treadle.train.model_loading import build_model, read_own_rows
 from treadle.train.model_setup import (
     check_packed,
     choose_trainable,
@@ -69,9 +70,11 @@ class Policy:
         shared: Mapping[str, Tensor] | None = None,
         ranks: Ranks = ALONE,
         is_the_engines: bool = False,
+        has_placeholders: bool = False,
     ) -> None:
         """`shared`: where an engine reads the weights, if rank 0 copies them there; other ranks pass an empty mapping.
-        `is_the_engines`: the weights (with adapters: the base model's) are the engine's own memory."""
+        `is_the_engines`: the weights (with adapters: the base model's) are the engine's own memory.
+        `has_placeholders`: as `build_model` says; this rank's rows are read from `folder`."""
         if getattr(model.get_output_embeddings(), "bias", None) is not None:
             raise ModelError("the output layer has a bias, which the trainer does not handle", fix="use another model")
         self.model = model
@@ -109,11 +112,13 @@ class Policy:
             choose_trainable(model, config.train_layer_indices)
         shard_model(model, config, ranks, self.device)  # replaces all parameters, so they are looked up after it
         self.weights, self.live = self._find_parameters()
+        if has_placeholders:
+            read_own_rows(self.weights, self._folder)
         # With a four-dimensional mask transformers builds no mask; packed attention ignores it.
         self._no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         expected = score_unpacked(model)
         install_attention(model)
-        use_fused_kernels(model, config)
+        use_fused_kernels(model, config, self.device)
         with torch.no_grad():
             check_packed(model, self.score(packed_sample(model))[0], expected)
         if config.lora and config.lora_dropout > 0:
@@ -122,8 +127,8 @@ class Policy:
         self.dtype = next(iter(self.weights.values())).dtype
         self.serves_copies = self.adapter is not None or ranks.size > 1
         # liger's kernels break torch.compile (an assertion inside of it, torch 2.11 with liger-kernel 0.8)
-        # Compiled layers in several ranks have not been tried on a GPU.
-        can_compile = self._attention in VARIABLE_LENGTH and config.fused_kernels == "none" and ranks.size == 1
+        is_alone = self._context is None  # attention exchanges heads between the ranks of a context group
+        can_compile = self._attention in VARIABLE_LENGTH and config.fused_kernels == "none" and is_alone
         prepare_layers(model, config, can_compile=can_compile)
 
     @property
@@ -144,18 +149,21 @@ class Policy:
         is_offloaded = self._config.reference_offload
         options = self._config.model_copy(update={"offload_weights": self._config.offload_weights or is_offloaded})
 
-        def prepare(model: Any) -> None:
+        def build_copy() -> Any:
+            model, has_placeholders = build_model(folder, self.dtype, self.ranks)
             shard_model(model, options, self.ranks, self.device)
+            if has_placeholders:
+                read_own_rows(dict(model.named_parameters()), folder)
             install_attention(model)
+            return model
 
         return build_reference(
             self._score,
             adapted=self.adapter,
-            folder=folder,
-            dtype=self.dtype,
+            build_copy=build_copy,
             device=self.device,
-            offload=is_offloaded and self.ranks.size == 1,
-            prepare=prepare,
+            is_sharded=self.ranks.size > 1,
+            offload=is_offloaded,
         )
 
     @torch.no_grad()
@@ -220,33 +228,26 @@ class Policy:
         return TokenScores(logprobs_T.cpu(), next_V.log_softmax(-1).cpu())
 
     def save_model(self, root: Path, name: str) -> Path:
-        weights = self.saved_model()
-        return _write_live(root, name, lambda folder: write_model(folder, weights, self._folder))
+        return self.write_served(self.served_weights(), root, name)
+
+    def write_served(self, weights: Iterator[tuple[str, Tensor]], root: Path, name: str) -> Path:
+        """Write what `served_weights` yields, one weight at a time."""
+        return _write_live(root, name, lambda folder: write_model(folder, weights, self.weights, self._folder))
 
     def save_weights(self, root: Path, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
         return _write_live(root, name, lambda folder: write_tensors(tensors, folder / FULL.weights, metadata))
 
     def save_adapter(self, root: Path, name: str) -> Path:
-        live = self.saved_live()
+        live = dict(self.saved_live())
         return _write_live(root, name, lambda folder: write_adapter(folder, self.adapter, live))
 
-    def saved_model(self) -> dict[str, Tensor]:
-        """What `served_weights` yields, whole, for rank 0 to write; all ranks must call this together."""
-        return self._for_saving(self.served_weights())
+    def saved_live(self) -> Iterator[tuple[str, Tensor]]:
+        """The trained parameters, whole, one at a time; all ranks must iterate together."""
+        return ((name, whole(p.detach())) for name, p in self.live.items())
 
-    def saved_live(self) -> dict[str, Tensor]:
-        """The trained parameters, in the same way."""
-        return self._for_saving((name, whole(p.detach())) for name, p in self.live.items())
-
-    def saved_weights(self) -> dict[str, Tensor]:
+    def saved_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The model's own weights, without adapters, in the same way."""
-        return self._for_saving((name, whole(weight)) for name, weight in self._detached.items())
-
-    def _for_saving(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """With several ranks in the host memory of rank 0: no card has to hold the whole model."""
-        if self.ranks.size == 1:
-            return dict(weights)
-        return {name: weight.cpu() for name, weight in weights if self.ranks.leads}
+        return ((name, whole(weight)) for name, weight in self._detached.items())
 
     def _changed_weights(self) -> Iterable[tuple[str, Tensor]]:
         """The weights that training changes, by the engine's names, possibly sharded."""
@@ -322,9 +323,9 @@ def load_policy(
     kind: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     device = choose_device(config.device)
     options = loading_options(config.quantization, kind, device)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, **options)
+    model, has_placeholders = build_model(folder, kind, ranks, **options)
     model = model if options or ranks.size > 1 else model.to(device)  # shards are moved there
-    return Policy(model, config, folder=folder, shared=shared, ranks=ranks)
+    return Policy(model, config, folder=folder, shared=shared, ranks=ranks, has_placeholders=has_placeholders)
 
 
 def share_policy(layout: Layout, config: TrainConfig, ranks: Ranks = ALONE, *, has_one_copy: bool = True) -> Policy:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
 
 from treadle.config import TrainConfig
 from treadle.config.files import without_secrets
-from treadle.errors import EngineError, HubError, OutOfMemory, SyncError, UserError, is_out_of_memory
+from treadle.errors import EngineError, HubError, MissingExtra, OutOfMemory, SyncError, UserError, is_out_of_memory
 from treadle.loading import choose_device, report_loading
 from treadle.log import get_logger
 from treadle.net.address import shown_url
@@ -34,6 +36,9 @@ from treadle.watch.waits import Waits, WaitSpec
 from treadle.watch.watchdog import ProcessFacts, Watchdog
 from treadle.wire.bridge import ReloadWeights, Updated
 from treadle.wire.hub import RegisterTrainer, Trackers, WorkReport
+
+if TYPE_CHECKING:
+    from treadle.train.checkpoint_copies import CheckpointCopies
 
 LOADING_S = 900.0
 # A publish fails at its deadline; stacks are dumped before that, while all processes are still where they hang.
@@ -127,7 +132,8 @@ def run_trainer(config: TrainConfig) -> None:
     progress = TrainerProgress(mode, stop.check)
     with Watchdog("trainer", name, waits, config.hub_url, progress.about):
         try:
-            _train(config, ranks, mode, waits, stop, progress)
+            with _copied_checkpoints(config) if ranks.leads and config.checkpoint_url else nullcontext() as copies:
+                _train(config, ranks, mode, waits, stop, progress, copies)
         except RuntimeError as error:
             if (out_of_memory := out_of_memory_error(error, config)) is not None:
                 raise out_of_memory from error
@@ -150,8 +156,23 @@ def out_of_memory_error(error: RuntimeError, config: TrainConfig) -> OutOfMemory
     )
 
 
+def _copied_checkpoints(config: TrainConfig) -> AbstractContextManager[CheckpointCopies]:
+    try:
+        from treadle.train.checkpoint_copies import copied_checkpoints
+    except ImportError as error:
+        problem = "--train.checkpoint-url needs obstore, which is not installed"
+        raise MissingExtra(problem, fix="pip install 'treadle[object-store]'") from error
+    return copied_checkpoints(config)
+
+
 def _train(
-    config: TrainConfig, ranks: Ranks, mode: WatchedSync, waits: Waits, stop: StopSwitch, progress: TrainerProgress
+    config: TrainConfig,
+    ranks: Ranks,
+    mode: WatchedSync,
+    waits: Waits,
+    stop: StopSwitch,
+    progress: TrainerProgress,
+    copies: CheckpointCopies | None,
 ) -> None:
     if ranks.size == 1:  # sharded layers are compiled differently
         _compile_while_engine_loads(config, progress)
@@ -163,7 +184,7 @@ def _train(
         policy = build_policy(engine, config, ranks)
     reference = policy.reference(engine.folder) if config.kl_coef > 0 and config.kl_against == "reference" else None
     optimizer = build_optimizer(policy, config)
-    checkpoints = Checkpoints(config.save_path, engine.folder, config.keep_checkpoints, ranks)
+    checkpoints = Checkpoints(config.save_path, engine.folder, config.keep_checkpoints, ranks, copies)
     restored = checkpoints.restore(policy, optimizer)
     has_frozen_base = policy.is_the_engines and policy.adapter is not None
     if ranks.leads and engine.layout is not None and restored.step == 0 and not has_frozen_base:

@@ -67,8 +67,7 @@ class LeadingPolicy:
         return self._policy.score_tokens(token_ids)
 
     def save_model(self, root: Path, name: str) -> Path:
-        self._announce("served_weights")
-        return self._policy.save_model(root, name)
+        return self._policy.write_served(self.served_weights(), root, name)
 
     def save_weights(self, root: Path, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
         return self._policy.save_weights(root, name, tensors, metadata)
@@ -89,7 +88,7 @@ _FOLLOWED: Mapping[str, Callable[[Policy, _Call], object]] = {
     "served_weights": lambda policy, _: deque(policy.served_weights(), maxlen=0),
     "served_adapter": lambda policy, _: deque(policy.served_adapter(), maxlen=0),
     "score_tokens": lambda policy, call: policy.score_tokens(call.token_ids),
-    "saved_live": lambda policy, _: policy.saved_live(),
+    "saved_live": lambda policy, _: deque(policy.saved_live(), maxlen=0),
 }
 
 

@@ -211,6 +211,11 @@ def join_ranks(config: TrainConfig) -> Ranks:
     if not 0 <= rank < size:
         raise ConfigError(f"there is no rank {rank} among {size}", fix=f"number the ranks from 0 to {size - 1}")
     device = choose_rank_device(config.device, local_rank)
+    if config.offload_weights and device.type == "cpu":
+        raise ConfigError(
+            "train.offload_weights copies layers from host memory to a GPU, and the ranks compute on a CPU",
+            fix="leave --train.offload-weights out: on a CPU the weights are in host memory",
+        )
     if device.type == "cuda":
         torch.cuda.set_device(device)
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a timeout raises an error instead of aborting

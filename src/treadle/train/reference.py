@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from treadle.log import get_logger
 from treadle.train.model_setup import layer_number
@@ -50,27 +48,26 @@ def build_reference(
     score: Score,
     *,
     adapted: PeftModel | None,
-    folder: Path,
-    dtype: torch.dtype,
+    build_copy: Callable[[], Any],
     device: torch.device,
+    is_sharded: bool,
     offload: bool,
-    prepare: Callable[[Any], None],
 ) -> Reference:
-    """`adapted`: the policy's model if it has adapters; otherwise a copy is made from `folder`, the base model's.
-
-    `prepare` installs the policy's attention in the copy, so that before the first step both give the same logprobs:
-    `reference(micro)` equals `score(policy_model, micro)[0]`.
+    """`adapted`: the policy's model if it has adapters; otherwise `build_copy` makes one, with the policy's
+    attention, so that before the first step both give the same logprobs: `reference(micro)` equals
+    `score(policy_model, micro)[0]`. A copy that is sharded over ranks is on its device already.
     """
     if adapted is not None:
         log.info("reference", kind="the policy with its adapters off")
         return Reference(adapted.get_base_model(), score, adapted.disable_adapter)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    model.eval().requires_grad_(False)
-    prepare(model)
+    model = build_copy().eval().requires_grad_(False)
+    if is_sharded:
+        log.info("reference", kind="a sharded copy")
+        return Reference(model, score)
     if offload and device.type != "cpu":  # on a CPU the weights are in host memory already
-        log.info("reference", kind="a copy in host memory", folder=str(folder))
+        log.info("reference", kind="a copy in host memory")
         return Reference(model, score, offload_to_host(model, device).loaded)
-    log.info("reference", kind="a copy on the device", folder=str(folder))
+    log.info("reference", kind="a copy on the device")
     return Reference(model.to(device), score)
 
 

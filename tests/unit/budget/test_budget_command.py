@@ -16,8 +16,11 @@ from treadle import support
 from treadle.budget.command import show_what_fits
 from treadle.cli import main
 from treadle.config import load_run
-from treadle.errors import ConfigError
+from treadle.config.load import explicit_keys
+from treadle.errors import ConfigError, UserError
 from treadle.gpus import Gpu
+from treadle.launch.machine import read_machine_facts
+from treadle.launch.preflight import checked_start
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -232,11 +235,29 @@ def test_run_refuses_to_share_the_memory_of_a_split_engine() -> None:
         load_run(None, SPLIT | settings).check_together()
 
 
-@pytest.mark.xfail(strict=True, reason="plan sets use_shared_memory; run checks before its layout could set it")
-def test_plan_refuses_a_split_engine_as_run_does(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--engine.tensor-parallel-size", "2", "--model", "Qwen3-4B")
-    _, _, complained = plan(capsys, "--gpu", "h100", *words)
-    assert "cannot share its weights with a trainer" in complained
+@pytest.mark.parametrize(
+    ("settings", "is_refused"),
+    [({}, False), ({"train.use_shared_memory": "false"}, True), ({"train.weight_bridge_mode": "lora_only"}, False)],
+)
+def test_plan_and_run_agree_about_a_split_engine(
+    settings: dict[str, str], is_refused: bool, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """On GPUs of its own the engine gets the weights by broadcast, unless the user refuses a second copy."""
+    settings = {**SPLIT, "engine.engine": "vllm", "model": "Qwen3-4B", **settings}
+    words = [word for key, value in settings.items() for word in (f"--{key.replace('_', '-')}", value)]
+    _, _, by_plan = plan(capsys, "--gpu", "h100", *words)
+    monkeypatch.setattr("treadle.launch.machine.may_use_gpu", lambda _: True)
+    monkeypatch.setattr("treadle.launch.machine.find_gpus", lambda _: (Gpu("H100", 79 * 2**30),) * 3)
+    monkeypatch.setattr("treadle.launch.preflight.find_vllm", lambda _: None)
+    config = load_run(None, {**settings, "output": str(tmp_path)})
+    by_run = ""
+    try:
+        with checked_start(config, explicit_keys(config), print, read_machine_facts({})):
+            pass
+    except UserError as error:
+        by_run = str(error)
+    for complaint in (by_plan, by_run):
+        assert ("--train.use-shared-memory true" in complaint) == is_refused
 
 
 QUESTIONS = (

@@ -253,11 +253,11 @@ def test_the_trainers_own_tensors_leave_out_contexts_gaps_and_the_engine() -> No
 
 def test_the_default_job_on_a_cpu_is_predicted_within_15_per_cent() -> None:
     job = PlannedJob(
-        find_shape("smollm2-135m-instruct"), mode="single-copy", micro_tokens=768, prompt_tokens=48,
-        completion_tokens=24, logprob_chunk=2048, is_compiled=False, has_block_attention=True,
+        find_shape("smollm2-135m-instruct"), mode="single-copy", micro_tokens=1024, prompt_tokens=48,
+        completion_tokens=16, max_num_seqs=128, logprob_chunk=2048, is_compiled=False, has_block_attention=True,
     )  # fmt: skip
     place = pool_of(estimate(job, Machine("cpu", None, 24 * 10**9)), HOST)
-    assert place.peak == pytest.approx(5.80e9, rel=0.15)  # measured: 5.76, 5.80 and 5.84 GB
+    assert place.peak == pytest.approx(4.76e9, rel=0.15)  # measured: 4.66 to 4.86 GB
     assert place.find("weights") == 2 * 134_515_008
     assert place.verdict == "fits"
 

@@ -1,17 +1,21 @@
 """The ranks of tests/unit/train/test_ranks.py, as processes: python rank_worker.py RUNS.json
 
-A run is {"ranks": 2, "timeout_s": 60, "folder": ..., "jobs": [...]}: that many processes, which do the jobs one after
-the other. All runs go on at the same time, forked from here so that torch is imported once. Each rank leaves
-stderr-N.txt and exit-N.txt in the folder. The test imports `run_job` too, to do the same jobs alone.
+A run is {"ranks": 2, "timeout_s": 60, "folder": ..., "jobs": [...], "device": "cpu"}: that many processes, which do the
+jobs one after the other; on a GPU all on the first one, as on a host each. All runs go on at the same time, forked from
+here so that torch is imported once. Each rank leaves stderr-N.txt and exit-N.txt in the folder. The test imports
+`run_job` too, to do the same jobs alone.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -39,9 +43,14 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def group(scores, *, seed=0, logprob=-4.0):
+LONG = 32_768  # tokens of a rollout
+
+
+def group(scores, *, seed=0, logprob=-4.0, lengths=()):
+    """`lengths`: of the completions, after two tokens of the prompt; by default 2, 3, 4, ..."""
     random = torch.Generator().manual_seed(seed)
-    completions = [torch.randint(3, 60, (2 + i,), generator=random).tolist() for i in range(len(scores))]
+    lengths = lengths or range(2, 2 + len(scores))
+    completions = [torch.randint(3, 60, (length,), generator=random).tolist() for length in lengths]
     return ScoredGroup(
         tokens=[[5, 6, *c] for c in completions],
         masks=[[-100, -100, *c] for c in completions],
@@ -54,7 +63,9 @@ def group(scores, *, seed=0, logprob=-4.0):
 
 
 def batches(kind, num_steps):
-    """All groups teach something; or some steps have few such groups, and the second has none."""
+    """All groups teach something; or some steps have few such groups, and the second has none. "long": one group."""
+    if kind == "long":
+        return [[group([1.0, 0.0], lengths=(LONG - 2, 200))]]
     if kind == "alive":
         return [[group([1.0, 0.0, 0.25], seed=9 * s + i) for i in range(4)] for s in range(num_steps)]
     alive, dead = group([1.0, 0.0], seed=5), group([1.0, 1.0], seed=6)
@@ -113,14 +124,44 @@ class Trouble:
             time.sleep(600)
 
 
+class PeakMemory:
+    """Samples how far the anonymous memory of this process rises in the block."""
+
+    def __init__(self):
+        self.num_bytes = 0
+        self._is_done = threading.Event()
+
+    def __enter__(self):
+        self._before = self._anonymous()
+        self._sampler = threading.Thread(target=self._sample)
+        self._sampler.start()
+        return self
+
+    def __exit__(self, *_):
+        self._is_done.set()
+        self._sampler.join()
+
+    def _sample(self):
+        while not self._is_done.wait(0.002):
+            self.num_bytes = max(self.num_bytes, self._anonymous() - self._before)
+
+    def _anonymous(self):
+        return 1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
 def run_job(job, ranks):
     """Train, and leave in job["out"] what this rank has at the end."""
     out = Path(job["out"])
     model = Path(job["model"])
-    groups = batches(job["batches"], job["steps"])
-    config = TrainConfig(steps=job["steps"], **(SETTINGS | job.get("settings", {})))
+    groups = batches(job["batches"], max(1, job["steps"]))
+    config = TrainConfig(steps=max(1, job["steps"]), **(SETTINGS | job.get("settings", {})))
     torch.manual_seed(job.get("seed", 0))
-    policy = load_policy(model, config, ranks=ranks)
+    uses_gpu = config.device == "cuda"
+    if uses_gpu:
+        gc.collect()  # parts of the job before this one
+        torch.cuda.reset_peak_memory_stats()
+    with PeakMemory() as loading:
+        policy = load_policy(model, config, ranks=ranks)
     needs_reference = config.kl_coef > 0 and config.kl_against == "reference"
     reference = policy.reference(model) if needs_reference else None
     optimizer = build_optimizer(policy, config)
@@ -130,13 +171,17 @@ def run_job(job, ranks):
     trouble = Trouble(ranks.rank, **job.get("trouble", {}))
     feed = open_feed(ranks, lambda: None, lambda check: ListFeed(groups, check))
     was_stopped = False
+    saves = job.get("saves", ["weights", "gradients", "state"])
+    start = {name: whole(p.detach()).to("cpu", copy=True) for name, p in policy.live.items() if "start" in saves}
     try:
-        train(
-            config, policy, optimizer, feed, OfflineSync(config).publish, checkpoints, tracker, restored=restored,
-            check_stop=trouble, reference=reference,
-        )  # fmt: skip
+        if job["steps"]:
+            train(
+                config, policy, optimizer, feed, OfflineSync(config).publish, checkpoints, tracker, restored=restored,
+                check_stop=trouble, reference=reference,
+            )  # fmt: skip
     except StopRequested:
         was_stopped = True
+    peak_bytes = torch.cuda.max_memory_allocated() if uses_gpu else 0
     sizes = {name: own_part(p).numel() for name, p in policy.live.items()}
     weights = {name: whole(p.detach()) for name, p in policy.live.items()}
     batch = pack(groups[0], config, token_cost=policy.token_cost)
@@ -144,10 +189,13 @@ def run_job(job, ranks):
     gradients = {name: whole(join_parts(policy.live[name], g)) for name, g in optimizer.gradients.items()}
     state = {name: whole(tensor).contiguous() for name, tensor in optimizer.state().items()}
     out.mkdir(parents=True, exist_ok=True)
-    save_file(weights, out / f"weights-{ranks.rank}.safetensors")
-    save_file(gradients, out / f"gradients-{ranks.rank}.safetensors")
-    save_file(state, out / f"state-{ranks.rank}.safetensors")
-    outcome = {"stopped": was_stopped, "restored": restored.step, "num_own": sum(sizes.values())}
+    for what, tensors in {"start": start, "weights": weights, "gradients": gradients, "state": state}.items():
+        if what in saves:
+            save_file(tensors, out / f"{what}-{ranks.rank}.safetensors")
+    outcome = {
+        "stopped": was_stopped, "restored": restored.step, "num_own": sum(sizes.values()), "peak_bytes": peak_bytes,
+        "loading_bytes": loading.num_bytes,
+    }  # fmt: skip
     (out / f"outcome-{ranks.rank}.json").write_text(json.dumps(outcome))
     if ranks.leads:
         (out / "rows.json").write_text(json.dumps(tracker.rows))
@@ -169,12 +217,15 @@ def run_rank(run, rank, port):
     """A forked process: never returns."""
     with Path(run["folder"], f"stderr-{rank}.txt").open("w") as errors:
         os.dup2(errors.fileno(), 2)
+    device = run.get("device", "cpu")
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
+    if device == "cuda":  # all on the first GPU, which NCCL allows to ranks of different hosts
+        place |= {"LOCAL_RANK": 0, "NCCL_HOSTID": f"rank-{rank}", "GLOO_SOCKET_IFNAME": "lo"}
     os.environ.update({name: str(value) for name, value in {**place, "WORLD_SIZE": run["ranks"]}.items()})
     code = 0
     try:
         own = {"seed": rank} if run.get("is_odd") else {}
-        ranks = join_ranks(TrainConfig(device="cpu", ranks_timeout_s=run["timeout_s"], **own))
+        ranks = join_ranks(TrainConfig(device=device, ranks_timeout_s=run["timeout_s"], **own))
         for job in run["jobs"]:
             run_job(job, ranks)
         Path(run["folder"], f"exchanged-{rank}.json").write_text(json.dumps(exchange(ranks)))

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -167,6 +168,32 @@ def test_tensors_that_were_copied_together_are_written_as_they_were(tmp_path):
     found = load_file(tmp_path / "file")
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_streamed_tensors_are_dropped_before_the_next_are_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(model_files, "SHARD_BYTES", 1)
+    tensors = {"b": torch.randn(5).bfloat16(), "a": torch.randn(3, 4), "c": torch.randn(2, 2), "none": torch.empty(0)}
+    alive = weakref.WeakSet()
+
+    def one_at_a_time():
+        for name, tensor in tensors.items():
+            assert len(alive) <= 2  # the one that is written, and the one that was made before it was
+            copied = tensor.clone()
+            alive.add(copied)
+            yield name, copied
+            del copied
+
+    model_files.stream_tensors(one_at_a_time(), tensors, tmp_path / "streamed")
+    model_files.write_tensors(tensors, tmp_path / "whole")
+    assert (tmp_path / "streamed").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_streamed_tensors_must_be_those_that_were_described(tmp_path):
+    described = {"a": torch.ones(3), "b": torch.ones(2)}
+    with pytest.raises(ValueError, match="b was described and not written"):
+        model_files.stream_tensors([("a", torch.ones(3))], described, tmp_path / "file")
+    with pytest.raises(ValueError, match=r"a is \[4\] torch.float32, not as described"):
+        model_files.stream_tensors([("a", torch.ones(4))], described, tmp_path / "file")
 
 
 @pytest.mark.parametrize("lora", [False, True])

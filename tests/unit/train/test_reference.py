@@ -50,10 +50,8 @@ def untrained(folder):
         return score(load(folder), MICRO)[0]
 
 
-def build(folder, *, adapted=None, offload=False, prepare=lambda _: None, score=score):
-    return build_reference(
-        score, adapted=adapted, folder=folder, dtype=torch.float32, device=CPU, offload=offload, prepare=prepare
-    )
+def build(build_copy=None, *, adapted=None, offload=False, score=score):
+    return build_reference(score, adapted=adapted, build_copy=build_copy, device=CPU, is_sharded=False, offload=offload)
 
 
 def train(model, parameters, reference, steps=3):
@@ -70,7 +68,7 @@ def train(model, parameters, reference, steps=3):
 def test_with_adapters_the_reference_is_the_policy_without_them(folder, untrained):
     torch.manual_seed(0)
     adapted = add_adapters(load(folder), LoraOptions(lora=True, lora_r=4))
-    reference = build(folder, adapted=adapted)
+    reference = build(adapted=adapted)
     model = adapted.get_base_model()
     train(model, adapter_parameters(adapted).values(), reference)
     trained = score(model, MICRO)[0]
@@ -89,7 +87,7 @@ def test_adapters_come_on_again_when_the_reference_fails(folder):
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        build(None, adapted=adapted, score=out_of_memory)(MICRO)
+        build(adapted=adapted, score=out_of_memory)(MICRO)
     assert adapted.get_model_status().enabled is True
     assert all(p.requires_grad for p in adapter_parameters(adapted).values())
 
@@ -97,13 +95,11 @@ def test_adapters_come_on_again_when_the_reference_fails(folder):
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_copy_does_not_move_with_the_policy_and_gets_no_gradients(folder, untrained, offload):
     policy = load(folder)
-    prepared = []
-    reference = build(folder, offload=offload, prepare=prepared.append)
+    copied = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    reference = build(lambda: copied, offload=offload)
     train(policy, policy.parameters(), reference)
     assert (score(policy, MICRO)[0].detach() - untrained).abs().max() > 0.01
     torch.testing.assert_close(reference(MICRO), untrained, atol=0, rtol=0)
-    (copied,) = prepared
-    assert copied is not policy
     assert not copied.training
     assert all(p.grad is None and not p.requires_grad for p in copied.parameters())
 
