@@ -1,6 +1,8 @@
 """Compare the hub with Atropos' run-api on one machine: python bench/hub.py --run-api .venv-atropos/bin/run-api
 
 Prints a table as Markdown. Both servers get the same bytes from the same clients; nothing else should run meanwhile.
+With --store URL: the throughput of our hub on SQLite beside that on the PostgreSQL database, of one hub and of two. The
+queue in the database is renamed.
 """
 
 from __future__ import annotations
@@ -142,6 +144,9 @@ def at_depth(command: list[str], depth: int, minimums: list[float | None]) -> tu
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-api", type=Path, help="the real one, of atroposlib 0.4.0; absent: only ours is measured")
+    parser.add_argument(
+        "--store", default="", help="compare SQLite with this PostgreSQL database: postgresql://HOST/NAME"
+    )
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--repeat", type=int, default=3, help="throughput runs of each; the median is shown")
     parser.add_argument("--quick", action="store_true", help="small depths, one run: a check that it works")
@@ -149,6 +154,9 @@ def main() -> None:
     ours = [sys.executable, "-m", "treadle", "hub", "--queue-limit-groups", "1000000"]
     theirs = [str(options.run_api.resolve())] if options.run_api else None
     repeat, seconds = (1, 3.0) if options.quick else (options.repeat, options.seconds)
+    if options.store:
+        print_stores(ours, options.store, seconds, repeat)
+        return
     rows: Rows = []
     rows += throughput_rows(ours, theirs, seconds, repeat)
     rows += memory_rows(ours, theirs, 100 if options.quick else 1000)
@@ -161,6 +169,47 @@ def main() -> None:
     print("| | run-api | treadle hub | |\n|---|---|---|---|")
     for row in rows:
         print(f"| {' | '.join(row)} |")
+
+
+def print_stores(ours: list[str], store: str, seconds: float, repeat: int) -> None:
+    """Runs alternate, so that noise on the machine affects all."""
+    results: dict[str, list[Result]] = {"SQLite": [], "PostgreSQL": [], "PostgreSQL, two hubs (sum)": []}
+    on_server = [*ours, "--store", store]
+    for turn in range(repeat):
+        note(f"stores {turn + 1}/{repeat}")
+        results["SQLite"].append(throughput(ours, seconds))
+        results["PostgreSQL"].append(throughput([*on_server, "--fresh", "true"], seconds))
+        results["PostgreSQL, two hubs (sum)"].append(throughput_of_two(on_server, seconds))
+    print(
+        "| 16 clients, groups of 8 x 1024 tokens | posted groups/s | delivered groups/s | POST p50, ms | POST p99, ms |"
+    )
+    print("|---|---|---|---|---|")
+    for name, runs in results.items():
+        figures = (
+            [run.posted / run.seconds for run in runs],
+            [run.delivered / run.seconds for run in runs],
+            [run.percentile_ms(run.post_s, 0.5) for run in runs],
+            [run.percentile_ms(run.post_s, 0.99) for run in runs],
+        )
+        print(f"| {name} | {' | '.join(f'{statistics.median(values):.0f}' for values in figures)} |")
+
+
+def throughput_of_two(command: list[str], seconds: float) -> Result:
+    """Two hubs with half of the clients each, and a trainer at each."""
+    bodies = [group_body(8, 1024, seed) for seed in range(8)]
+
+    async def both(ports: list[int]) -> list[Result]:
+        calls = [load(port, num_clients=8, bodies=bodies, seconds=seconds, batch_size=64) for port in ports]
+        return await asyncio.gather(*calls)
+
+    with serving([*command, "--fresh", "true"]) as first, serving(command) as second:
+        one, other = uvloop.run(both([first.port, second.port]))
+    return Result(
+        seconds=max(one.seconds, other.seconds),
+        posted=one.posted + other.posted,
+        delivered=one.delivered + other.delivered,
+        post_s=one.post_s + other.post_s,
+    )
 
 
 def throughput_rows(ours: list[str], theirs: list[str] | None, seconds: float, repeat: int) -> Rows:

@@ -20,7 +20,7 @@ import msgspec
 from tokenizers import Tokenizer, decoders, models
 
 from treadle.hub.batching import plan
-from treadle.store import Batch, LeaseTerms, Limits, NewGroup, Post, Store, runs
+from treadle.store import Batch, LeaseTerms, Limits, NewGroup, Post, SqliteStore, runs
 from treadle.track.files import TOKENS_FOLDER, RolloutTokens, TokenFiles
 from treadle.wire.groups import ATROPOS_KEYS, IGNORED, NO_LOGPROB, ScoredGroup, fingerprint, from_stored, pack_group
 from treadle.wire.hub import RegisterEnv, RegisterTrainer
@@ -129,7 +129,7 @@ def write_queue(database: Path, *, num_steps: int, num_groups: int, seed: int = 
     dice = random.Random(seed)
     per_step = max(1, num_groups * 9 // 10 // num_steps)
     limits = Limits(groups=10**9)
-    with Store.open(database) as store:
+    with SqliteStore.open(database) as store:
         store.register_trainer(_trainer(per_step * GROUP_SIZE, num_steps)).result()
         for name in ENVS:
             env = RegisterEnv(max_token_length=256, desired_name=name, weight=1.0, group_size=GROUP_SIZE)

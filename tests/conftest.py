@@ -7,9 +7,14 @@ import gc
 import logging
 import os
 import ssl
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from tests.postgres_server import PostgresServer
 
 # Outside of a client, each httpx.get() reads all certificates again: 57 ms of CPU, for plain HTTP as well. The tests
 # poll servers that are starting, and must not take the CPU from them.
@@ -51,6 +56,15 @@ def pytest_collection_finish() -> None:
     """Keep the garbage collector from looking at all imported modules again and again: 5 % of the unit tests' time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """One server for all tests of this process; each makes databases of its own."""
+    from tests.postgres_server import PostgresServer
+
+    with PostgresServer() as server:
+        yield server
 
 
 def pytest_runtest_teardown() -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from treadle.launch.notebook_inputs import Data
     from treadle.report.history import Evaluation, History
     from treadle.report.summary import Summary
+    from treadle.store.browse import Browser
     from treadle.wire.groups import ScoredGroup
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
@@ -198,9 +199,9 @@ class Run:
     def rollouts(self, step: int | None = None, *, limit: int = 100) -> list[RolloutGroup]:
         """The groups of a step, or of all steps; the newest first, at most `limit`."""
         from treadle.dash.rollouts import open_group
-        from treadle.store.browse import MAX_BATCHES_AT_ONCE, Browser, GroupFilter
+        from treadle.store.browse import MAX_BATCHES_AT_ONCE, GroupFilter
 
-        with Browser.open(self._queue) as browser:
+        with self._open_queue() as browser:
             for _ in range(self._history.last_step // MAX_BATCHES_AT_ONCE):  # `open` reads the first ones
                 browser.learn(0)
             found = browser.find(GroupFilter(step=step), limit)
@@ -264,15 +265,15 @@ class Run:
 
         return reader_of(self.config, self.path).read()
 
-    @property
-    def _queue(self) -> Path:
-        """The file of its rollouts; the run may have moved with it."""
-        config, own = self.config, self.path / "hub.sqlite"
-        queue = own if own.exists() else config.hub.database
-        if config.hub_url or not queue.exists():
-            place = config.hub_url or queue
+    def _open_queue(self) -> Browser:
+        """Its rollouts; the run may have moved with their file."""
+        from treadle.store.choice import open_recorded, queue_file, shown_queue
+
+        hub = self.config.hub
+        if self.config.hub_url or not (hub.store or queue_file(hub, self.path)):
+            place = self.config.hub_url or shown_queue(hub)
             raise UserError(f"the rollouts of this run are not here: {place}", fix="look at them on the hub's page")
-        return queue
+        return open_recorded(hub, self.path)
 
 
 class ModelChat:

@@ -101,12 +101,13 @@ os.register_at_fork(after_in_child=awake_s.begin)  # threads do not survive a fo
 # ---- parent
 
 PARENT_VARIABLE = "TREADLE_PARENT_PID"  # set by the launcher in the processes that it starts
+PARENT_ELSEWHERE = ""  # it is on another machine; a scheduler ends what it leaves
 
 
 def end_with_parent() -> None:
-    """Watch the launcher in a thread; does nothing in a process that no launcher started."""
+    """Watch the launcher in a thread; does nothing in a process that no launcher on this machine started."""
     parent = os.environ.get(PARENT_VARIABLE)
-    if parent is None:
+    if parent is None or parent == PARENT_ELSEWHERE:
         return
 
     def watch() -> None:

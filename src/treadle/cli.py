@@ -95,26 +95,37 @@ def _run(words: list[str]) -> int:
     parser.add_argument("--plain", dest="_plain", action="store_true", help="plain lines instead of the live view")
     parser.add_argument("--open", dest="_open", action="store_true", help="open the run's page in the browser")
     parser.add_argument("--fit", dest="_fit", action="store_true", help="apply treadle plan's first remedy if needed")
+    parser.add_argument(
+        "--dry-run",
+        dest="_dry_run",
+        action="store_true",
+        help="with --on slurm or k8s: print the batch file or the manifest, and end",
+    )
     add_run_flags(parser, words)
     values = parser.parse_args(words)
     _log_to_stderr("WARNING")
     from treadle.budget.command import fit_run
-    from treadle.launch import resume, start
+    from treadle.launch import Submission, resume, start
     from treadle.launch.folder import newest_run
 
-    how, flags = {"plain": values._plain, "open_page": values._open}, given(values)
+    flags = given(values)
+    how: dict[str, Any] = {"plain": values._plain, "open_page": values._open}
 
     def load(settings: Mapping[str, str]) -> RunConfig:
         return load_run(values._config, {**flags, **settings}, with_derived=False)
 
+    how["submission"] = Submission(words, flags, values._dry_run)
     if values._resume is None:
         return start(fit_run(load, print) if values._fit else load({}), **how)
     if values._fit:
         raise ConfigError("a run keeps its settings; --resume cannot be with --fit", fix="start a new run with --fit")
-    if values._resume is _NEWEST:
-        named = {"output": flags.pop("output")} if "output" in flags else {}
-        return resume(newest_run(load_run(values._config, named, with_derived=False).output), flags, **how)
-    return resume(values._resume, flags, **how)
+    if values._resume is not _NEWEST:
+        return resume(values._resume, flags, **how)
+    named = {"output": flags.pop("output")} if "output" in flags else {}
+    folder = newest_run(load_run(values._config, named, with_derived=False).output)
+    named_words = [*(word for word in words if word != "--resume"), "--resume", str(folder)]
+    how["submission"] = Submission(named_words, flags, values._dry_run)
+    return resume(folder, flags, **how)
 
 
 def _matrix(words: list[str]) -> int:

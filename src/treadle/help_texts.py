@@ -32,8 +32,8 @@ GUIDES = MappingProxyType({
                 "--train.seq-len", "--train.checkpoint-interval", "--train.track",
             ),
             "where it runs": (
-                "--engine.engine", "--engine.device", "--engine.gpus", "--train.gpus", "--engine.vllm-python",
-                "--hub-url", "--engine-url",
+                "--engine.engine", "--engine.device", "--engine.gpus", "--train.gpus", "--hub-url", "--engine-url",
+                "--on",
             ),
         },
     ),
@@ -75,17 +75,17 @@ GUIDES = MappingProxyType({
         },
     ),
     "hub": Guide(
-        usage="[--port N] [--database FILE] [FLAG VALUE ...]",
+        usage="[--port N] [--database FILE | --store URL] [FLAG VALUE ...]",
         about="Serve the rollout API on a durable queue, and the page of the run. Environments post groups to it, the "
         "trainer fetches batches.",
         examples={
             "treadle hub": "on 127.0.0.1:8000",
-            "treadle hub --fresh": "the same with an empty queue",
             "treadle hub --database RUN/hub.sqlite --run-folder RUN": "the page of a run that is over",
+            "treadle hub --store postgresql://treadle@db/run": "the queue in PostgreSQL, for several hubs",
             "treadle hub --host 0.0.0.0 --token-file hub.token": "for other machines",
         },
         flags={
-            "where": ("--host", "--port", "--database", "--run-folder", "--fresh", "--config"),
+            "where": ("--host", "--port", "--database", "--store", "--run-folder", "--fresh", "--config"),
             "who may call": ("--token-file", "--admin-token-file", "--allowed-hosts"),
             "batches": ("--lease-s", "--max-age", "--stale", "--queue-limit-groups"),
         },

@@ -70,6 +70,7 @@ class WeightMode:
     in_memory: bool = False
     uses_folder: bool = True  # weights or adapters pass through a folder that the engine reads
     publishes: bool = True  # new weights reach an engine
+    fleet: bool = False  # several engines, which may die, return and join while the trainer trains
     every_step: bool = False  # each step is published: no interval
     interval: int = 1  # steps from one publish to the next, by default
     deadline_s: float = 180.0  # for one publish, by default
@@ -78,10 +79,10 @@ class WeightMode:
 _ADAPTERS = {"adapters": True, "quantized_base": True}
 WEIGHT_MODES: dict[str, WeightMode] = {
     "shared_vllm": WeightMode(single_copy=True, in_memory=True, uses_folder=False, every_step=True),
-    "lora_only": WeightMode(**_ADAPTERS, single_copy=True),
+    "lora_only": WeightMode(**_ADAPTERS, single_copy=True, fleet=True),
     "lora_restart": WeightMode(**_ADAPTERS, restarts=True, interval=3, deadline_s=900.0),
     "none": WeightMode(restarts=True, interval=3, deadline_s=900.0),
-    "reload": WeightMode(),
+    "reload": WeightMode(fleet=True),
     "delta": WeightMode(),
     "offline": WeightMode(quantized_base=True, uses_folder=False, publishes=False, every_step=True),
 }

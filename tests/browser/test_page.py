@@ -561,6 +561,25 @@ def test_what_each_process_does_or_waits_for_is_shown_as_it_reports_it(live_visi
     assert live_visit.complaints == []
 
 
+def test_the_engines_of_a_fleet_are_drawn_over_time(live_visit: Visit, hub: HubProcess):
+    page = live_visit.open("processes")
+    assert not page.is_visible("#fleet"), "a run with one engine has no table of engines"
+    for number in range(2):
+        served = {"engine_id": f"e{number}", "url": f"http://a:{number}", "model": "m", "dtype": "float32"}
+        report = {"kind": "engine", "name": f"engine-{number}", "machine": "m", "pid": number, "serves": served}
+        assert httpx.post(f"{hub.url}/v1/reports", json=report).status_code == 200
+    verdicts = [
+        {"engine_id": f"e{number}", "url": f"http://a:{number}", "state": state, "reason": "<b>it hangs</b>"}
+        for number, state in enumerate(("serving", "out"))
+    ]
+    assert httpx.post(f"{hub.url}/v1/engines/verdicts", json={"engines": verdicts}).status_code == 200
+    page.wait_for_selector("#fleet-timeline .engine-serving")
+    page.wait_for_selector("#fleet-timeline .engine-out")
+    assert "1 of 2 engines serve" in page.inner_text("#fleet-note")
+    assert page.text_content("#fleet-timeline .engine-out title") == "engine-1: out, <b>it hangs</b>"
+    assert live_visit.complaints == []
+
+
 @pytest.mark.full  # a detail of the page
 def test_the_views_can_be_reached_by_key_and_the_theme_stays(visit: Visit):
     page = visit.open()

@@ -34,7 +34,7 @@ from treadle.config.schema import HubConfig
 from treadle.hub.endpoint import access_of
 from treadle.hub.process import app_of
 from treadle.hub.state import HubState
-from treadle.store import Store
+from treadle.store import SqliteStore
 
 GROUP_KEYS = [
     "tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params", "inference_logprobs",
@@ -808,7 +808,7 @@ class Test15Minimums:
         """Original: a dead environment with a minimum stops the trainer for ever (S6)."""
         now_s = 1000.0
         config = HubConfig(database=tmp_path / "hub.sqlite")
-        with Store.open(config.database, clock=lambda: now_s) as store:
+        with SqliteStore.open(config.database, clock=lambda: now_s) as store:
             app = app_of(HubState.build(store, config, lambda: now_s), access_of(config, os.environ))
             with TestClient(app, "http://127.0.0.1:8000", client=("127.0.0.1", 50_000)) as client:
                 calls = Atropos(client)

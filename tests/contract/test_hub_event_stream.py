@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.hub_process import HubProcess
-from treadle.store import Store, runs
+from treadle.store import SqliteStore, runs
 from treadle.wire.hub import RegisterEnv
 
 SLOW_S = 20.0  # how long anything may take on a loaded machine
@@ -188,7 +188,7 @@ def _num_readers(hub: HubProcess) -> int:
 def test_readers_that_do_not_read_cost_no_memory(tmp_path: Path):
     hub = HubProcess(tmp_path)
     env = RegisterEnv(max_token_length=9, desired_name="a" * 250, weight=1.0, group_size=2)
-    with Store.open(hub.database) as store:
+    with SqliteStore.open(hub.database) as store:
         made = [
             store.write(runs.register_env, env, resume=True, idle_s=lambda _: 0.0, gone_after_s=9.0)
             for _ in range(6_000)

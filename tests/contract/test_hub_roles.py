@@ -46,13 +46,15 @@ ROUTES = [
     ("POST", "/v1/reports", report("trainer"), {"trainer"}),
     ("POST", "/v1/reports", report("engine"), {"engine"}),
     ("POST", "/v1/reports", report("hub"), set()),
+    ("POST", "/v1/engines/verdicts", {"engines": []}, {"trainer"}),
     ("POST", "/v1/reset", None, set()),
     ("GET", "/reset_data", None, set()),
     *(
         ("GET", path, None, set(CLIENT_ROLES))
         for path in (
             "/", "/info", "/wandb_info", "/status", "/latest_example", "/v1/status", "/v1/explain", "/v1/dead-letters",
-            "/v1/processes", "/metrics", "/openapi.json", "/healthz", "/dash/", "/dash/api/groups",
+            "/v1/processes", "/v1/engines",
+            "/v1/engines/history", "/metrics", "/openapi.json", "/healthz", "/dash/", "/dash/api/groups",
         )
     ),
 ]  # fmt: skip

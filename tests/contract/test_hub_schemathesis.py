@@ -120,6 +120,7 @@ def test_every_route_of_a_real_run_answers_as_described(tmp_path: Path):
         report = {"kind": "env", "name": "env math", "machine": "m", "pid": 7, "waits": [{"what": "x", "seconds": 1.0}]}
         assert call("POST", "/v1/reports", body=report) == {"dump": ""}
         assert len(call("GET", "/v1/processes")["processes"]) == 2
+        assert call("POST", "/v1/engines/verdicts", body={"engines": []})["engines"] == []
         assert call("POST", "/disconnect-env", body={"env_id": 0})["status"] == "success"
         assert call("POST", "/disconnect-env", body={"env_id": 9})["status"] == "failure"
         call("POST", "/v1/reset")

@@ -49,7 +49,7 @@ def test_a_run_uses_a_hub_and_an_engine_that_run_already(goes_on, tmp_path, monk
         assert TOKEN not in result.stdout + (run / "config.json").read_text()
         assert not (run / "hub.sqlite").exists()
         config = json.loads((run / "config.json").read_text())
-        assert (config["hub_url"], config["engine_url"], config["model"]) == (hub.url, url, str(model))
+        assert (config["hub_url"], config["engine_url"], config["model"]) == (hub.url, [url], str(model))
         assert (config["hub"], config["engine"]) == ({}, {}), "settings of servers that the run did not start"
         assert "use_shared_memory" not in config["train"]
 

@@ -38,7 +38,7 @@ def engine_url(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def policy_and_sync(engine_url):
-    sync = SingleCopySync(CONFIG.model_copy(update={"engine_url": engine_url}))
+    sync = SingleCopySync(CONFIG.model_copy(update={"engine_url": (engine_url,)}))
     policy = share_policy(sync.fetch_layout(), CONFIG)
     return policy, build_optimizer(policy, CONFIG).masters, sync
 

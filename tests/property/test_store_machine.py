@@ -1,4 +1,4 @@
-"""The real store on a real file, driven at random, killed and opened again; against a model in memory."""
+"""The real stores on a real file or server, driven at random, killed and opened again; against a model in memory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import json
 import shutil
 import sqlite3
 from collections import Counter
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
+import psycopg
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -21,6 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.postgres_server import PostgresServer, cut_connections
 from treadle.hub.batching import plan
 from treadle.store import (
     BatchPruned,
@@ -32,11 +36,13 @@ from treadle.store import (
     NewGroup,
     Post,
     QueueFull,
+    SqliteStore,
     StaleToken,
     Store,
     groups,
     runs,
 )
+from treadle.store.postgres import PostgresStore
 from treadle.wire.hub import RegisterEnv, RegisterTrainer
 
 from .queue_model import LEASE_S, MAX_DELIVERIES, Group, Model, Record
@@ -65,7 +71,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.model = Model()
         self.tokens: list[tuple[int, str]] = [(1, "nobody's")]
         self.last_event = 0
-        self.path = self.folder / f"{next(numbers)}.sqlite"
+        self._new_place()
         self.store = self._open()
         if size is not None:
             self.register_trainer(size, 0, 1, None)
@@ -75,8 +81,11 @@ class StoreMachine(RuleBasedStateMachine):
         for file in self.folder.iterdir():
             file.unlink()
 
+    def _new_place(self) -> None:
+        self.path = self.folder / f"{next(numbers)}.sqlite"
+
     def _open(self) -> Store:
-        return Store.open(self.path, clock=lambda: self.now_s)
+        return SqliteStore.open(self.path, clock=lambda: self.now_s)
 
     def _post_of(self, sizes, key: str | None) -> tuple[Post, list[Group]]:
         groups = [
@@ -350,6 +359,13 @@ class StoreMachine(RuleBasedStateMachine):
         post, groups = self._post_of(sizes, f"k{next(numbers)}")
         is_full = len(self.model.ids("queued")) + len(groups) > LIMITS.groups
         under_way = self.store.append(post, LIMITS)
+        self._kill(under_way)
+        if not is_full:
+            self.store.append(post, LIMITS).result()
+            self._accepted(post, groups)
+        self._new_process()
+
+    def _kill(self, under_way: Future) -> None:
         killed = self.path
         self.path = self.folder / f"{next(numbers)}.sqlite"
         for ending in (".progress", "", "-wal"):
@@ -357,10 +373,6 @@ class StoreMachine(RuleBasedStateMachine):
         under_way.exception()
         self.store.close()
         self.store = self._open()
-        if not is_full:
-            self.store.append(post, LIMITS).result()
-            self._accepted(post, groups)
-        self._new_process()
 
     def reopen(self):
         self.store.close()
@@ -419,8 +431,8 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def the_tally_is_a_recount(self):
         recount = self._rows(
-            "SELECT state, ifnull(CAST(env_id AS TEXT), 'none'), size, count(*), sum(num_bytes) FROM groups"
-            " GROUP BY 1, 2, 3 ORDER BY 1, 2, 3"
+            "SELECT state, coalesce(CAST(env_id AS TEXT), 'none'), size, count(*), CAST(sum(num_bytes) AS BIGINT)"
+            " FROM groups GROUP BY 1, 2, 3 ORDER BY 1, 2, 3"
         )
         assert recount == self._rows("SELECT * FROM tally WHERE groups > 0 ORDER BY 1, 2, 3")
         kept = {group_id for group_id, group in self.model.groups.items() if not group.pruned}
@@ -435,6 +447,52 @@ class StoreMachine(RuleBasedStateMachine):
         self.last_event = newest
 
 
+class PostgresMachine(StoreMachine):
+    """Two hubs take turns on one database. A crash cuts all connections while a post is under way; so does the restart
+    of a server. The hubs stay up: what the database does with the transaction decides."""
+
+    server: PostgresServer
+
+    def _new_place(self) -> None:
+        self.url = self.server.new_database()
+        self.looking = psycopg.connect(self.url, autocommit=True, options="-csearch_path=treadle")
+
+    def _open(self) -> Store:
+        self.other = PostgresStore.open(self.url, clock=lambda: self.now_s)
+        return PostgresStore.open(self.url, clock=lambda: self.now_s)
+
+    def teardown(self):
+        self.other.close()
+        self.store.close()
+        self.looking.close()
+
+    def _kill(self, under_way: Future) -> None:
+        cut_connections(self.url)
+        under_way.exception()
+        self.store, self.other = self.other, self.store
+
+    def reopen(self):
+        self.store.close()
+        self.store, self.other = self.other, PostgresStore.open(self.url, clock=lambda: self.now_s)
+
+    def _new_process(self) -> None:
+        pass  # leases are on the clock of the server, which goes on
+
+    def _accepted(self, post: Post, groups: list[Group]) -> None:
+        (newest,) = self._rows("SELECT max(id) FROM groups")[0]  # an undone transaction leaves a hole
+        self.model.next_id = newest + 1 - len(groups)
+        super()._accepted(post, groups)
+
+    def _rows(self, sql: str) -> list[tuple]:
+        return self.looking.execute(sql).fetchall()
+
+
 def test_the_store_agrees_with_the_model_whatever_happens(scratch):
     StoreMachine.folder = scratch
     run_state_machine_as_test(StoreMachine)
+
+
+def test_two_hubs_on_postgresql_agree_with_the_model(postgres):
+    PostgresMachine.server = postgres
+    chosen = settings(max_examples=max(8, settings.default.max_examples // 8), stateful_step_count=40)
+    run_state_machine_as_test(PostgresMachine, settings=chosen)

@@ -54,7 +54,8 @@ _IN_TEXT = re.compile(
     r"(https?://[^\s/]+/t/|[?&](?:api_key|key|token|access_token)=|--(?:api[-_]key|hf[-_]token|token|password)[ =]"
     r"|\b[A-Z][A-Z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD)=|\bBearer )[^\s/&'\"]+"
 )
-_USER_IN_URL = re.compile(r"(https?://)[^\s/@]+@")
+# Of a database only the password is left out: the user alone is no secret.
+_USER_IN_URL = re.compile(r"(https?://|postgres(?:ql)?://[^\s/@:]*:)[^\s/@]+@")
 _NO_SECRETS = ("", "none", "empty", "x")  # placeholders of clients that require a key
 
 

@@ -21,7 +21,7 @@ from treadle.config.section import spellings_of
 
 WHOLE_RUN = ("run", "matrix", "plan", "doctor")  # verbs that take the flags of all sections, with dots
 VERB_OF_SECTION = {"hub": "hub", "engine": "engine", "train": "train", "env": "env", "openai": "env"}
-_OF_RUN_ALONE = frozenset(("resume", "plain", "open", "fit"))
+_OF_RUN_ALONE = frozenset(("resume", "plain", "open", "fit", "dry-run"))
 _OF_OTHERS = {
     "chat": frozenset(("message", "temperature", "max-tokens")),
     "dash": frozenset(("no-open",)),

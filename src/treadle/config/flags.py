@@ -22,6 +22,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from treadle.config.atropos import SHORTHANDS
+from treadle.config.cluster import Scheduler
 from treadle.config.files import SECTIONS
 from treadle.config.load import suggest
 from treadle.config.schema import RunConfig
@@ -293,6 +294,14 @@ def add_run_flags(parser: FlagParser, words: Sequence[str]) -> None:
         "--env", dest="env", default=argparse.SUPPRESS, metavar="NAMES",
         help="the environment, or several by weight: gsm8k:0.7,arithmetic:0.3; --env.X is then for all of them, "
         "--envs.0.X for the first",
+    )  # fmt: skip
+    parser.add_argument(
+        "--on", dest="cluster.scheduler", default=argparse.SUPPRESS, metavar="NAME",
+        help=f"where it runs: {', '.join(get_args(Scheduler))}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--address", dest="cluster.address", default=argparse.SUPPRESS, metavar="HOST:PORT",
+        help="with --on ray: a cluster that runs; auto: that of this machine",
     )  # fmt: skip
     for name, section in SECTIONS.items():
         add_flags(parser, section, prefix=f"{name}.", dotted=True)

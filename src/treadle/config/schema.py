@@ -12,16 +12,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from treadle.config.cluster import ClusterConfig
 from treadle.config.env import DEFAULT_MAX_AGE, MIN_GROUP_SIZE, EnvConfig, ServerConfig, labels_of
 from treadle.config.section import (
     Count,
     EngineDtype,
+    Names,
     Numbers,
     Port,
     PositiveInt,
     Seconds,
     Section,
+    StoreUrl,
     check_gpus,
+    names_fleet,
     option,
     parse_numbers,
     shared,
@@ -40,6 +44,9 @@ class HubConfig(Section):
     host: str = shared("host")
     port: Port = option(8000, "port to listen on")
     database: Path = option(Path("treadle-hub.sqlite"), "file of the durable queue")
+    store: StoreUrl = option(
+        "", "keep the queue in PostgreSQL, for several hubs: postgresql://USER:PASSWORD@HOST/NAME; empty: in database"
+    )
     run_folder: Path | None = option(None, "folder of the run whose figures and logs the page shows")
     fresh: bool = option(False, "begin with an empty queue; the file of an earlier run is renamed, not deleted")
     # who may call
@@ -84,6 +91,12 @@ class EngineConfig(Section):
     token_file: Path | None = shared("token_file")
     allowed_hosts: str = shared("allowed_hosts")
     hub_url: str = shared("hub_url", "the engine reports to it, for its page; empty: to none", default="")
+    join: str = option(
+        "",
+        "URL of the hub of a run with several engines, in which this one serves as soon as it has got the present "
+        "weights and proved them; settings that are not given are those of the run's engines",
+    )
+    name: str = option("engine", "name of this engine in the hub's table of engines and on the page")
     device: str = shared("device")
     gpus: Numbers = option(
         None,
@@ -163,8 +176,12 @@ class RunConfig(Section):
     hub_url: str = shared(
         "hub_url", "(one that runs already and has an empty queue); empty: the run starts one", default=""
     )
-    engine_url: str = shared(
-        "engine_url", "(one that runs already, at policy version 0); empty: the run starts one", default=""
+    engine_url: Names = shared(
+        "engine_url", "(one that runs already, at policy version 0); empty: the run starts its own", default=""
+    )
+    engines: Count = option(
+        1,
+        "engines that the run starts; unless it is 1, more may join and leave during the run (treadle engine --join)",
     )
     stall_timeout_s: Annotated[float, Field(ge=0)] = option(
         3600.0, "stop a run in which nothing has moved for this many seconds; 0: never"
@@ -175,6 +192,18 @@ class RunConfig(Section):
     env: EnvConfig = EnvConfig()
     envs: tuple[EnvConfig, ...] = ()  # several environments: [[env]] tables; `env` then means nothing
     train: TrainConfig = TrainConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _mode_of_fleet(cls, values: Any) -> Any:
+        """Several engines get the weights through files, if nobody chose how."""
+        if not isinstance(values, dict) or not isinstance(train := values.get("train", {}), dict):
+            return values
+        urls = values.get("engine_url")
+        if names_fleet(urls) if urls else str(values.get("engines", 1)) != "1":
+            return values | {"train": {"weight_bridge_mode": "reload"} | train}
+        return values
 
     @property
     def environments(self) -> tuple[EnvConfig, ...]:
@@ -191,10 +220,20 @@ class RunConfig(Section):
         return [f"envs.{place}.{name}" for place in range(len(self.envs))] or [f"env.{name}"]
 
     @property
-    def attached_urls(self) -> dict[str, str]:
-        """The servers that run already, which the run uses and does not start: {"hub": URL}."""
-        urls = {"hub": self.hub_url, "engine": self.engine_url}
-        return {server: url for server, url in urls.items() if url}
+    def attached_urls(self) -> dict[str, tuple[str, ...]]:
+        """The servers that run already, which the run uses and does not start: {"hub": (URL,)}."""
+        urls = {"hub": (self.hub_url,) if self.hub_url else (), "engine": self.engine_url}
+        return {server: found for server, found in urls.items() if found}
+
+    @property
+    def has_fleet(self) -> bool:
+        """Whether the run has several engines, or engines that come and go: those in the hub's table."""
+        return len(self.engine_url) > 1 if self.engine_url else self.engines != 1
+
+    @property
+    def first_engine_url(self) -> str:
+        """Of the engines that run already; "" if the run starts its own."""
+        return self.engine_url[0] if self.engine_url else ""
 
     def check_together(self) -> None:
         """What a whole run needs of its sections; a process that runs alone knows only its own."""
@@ -211,6 +250,11 @@ class RunConfig(Section):
                 )
         if not self.engine_url:  # else the engine that runs already says how it was started
             self.check_engine()
+        if self.has_fleet and not self.train.mode.fleet:
+            raise ConfigError(
+                f"weight_bridge_mode {self.train.weight_bridge_mode} publishes to one engine, and this run has several",
+                fix="--train.weight-bridge-mode reload, or lora_only",
+            )
         for env, whose in self._named_envs():
             if env.temperature < MIN_TEMPERATURE:
                 raise ConfigError(

@@ -6,8 +6,9 @@ import json
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import parse_qs, urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from treadle.config.atropos import ALIASES
@@ -32,9 +33,33 @@ def parse_names(value: Any) -> Any:
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
 
 
+def _check_store(url: str) -> str:
+    """The message leaves the value out: it may hold a password."""
+    if not url:
+        return url
+    parts = urlsplit(url)
+    if parts.scheme not in ("postgresql", "postgres") or not parts.path.strip("/"):
+        raise ValueError("write it as postgresql://USER:PASSWORD@HOST:PORT/NAME; a file is named with --database")
+    if any(name.endswith("password") for name in parse_qs(parts.query, keep_blank_values=True)):
+        raise ValueError("write the password as postgresql://USER:PASSWORD@HOST/NAME, or set PGPASSWORD")
+    return url
+
+
+StoreUrl = Annotated[str, AfterValidator(_check_store)]
+
+
 def option(default: Any, help: str, *, default_text: str = "") -> Any:
     """Declare a setting: a field with its help text; `default_text` replaces the default in --help."""
     return Field(default, description=help, json_schema_extra={"default_text": default_text})
+
+
+HUB_TABLE = "hub"  # in place of the URL of an engine: all that are in the hub's table of engines
+
+
+def names_fleet(engine_url: Any) -> bool:
+    """Whether an `engine_url` means several engines, or those in the hub's table."""
+    urls = parse_names(engine_url or "")
+    return isinstance(urls, tuple | list) and (len(urls) > 1 or list(urls) == [HUB_TABLE])
 
 
 # Settings of several sections: their default and help text. `treadle run` copies the run's value to each process; a
@@ -44,7 +69,7 @@ _SHARED: dict[str, tuple[Any, str]] = {
     "steps": (25, "optimizer steps"),
     "seed": (0, "random seed; the same one gives the same prompts, samples and curve"),
     "hub_url": ("http://127.0.0.1:8000", "URL of the hub"),
-    "engine_url": ("http://127.0.0.1:9001", "URL of the engine"),
+    "engine_url": ("http://127.0.0.1:9001", "URL of the engine, or of several"),
     "max_age": (
         None,
         "largest age of a trained rollout: trainer's policy version minus the rollout's; 0: strictly on-policy",

@@ -20,12 +20,14 @@ from treadle.config.section import (
     Seconds,
     Section,
     check_gpus,
+    names_fleet,
     option,
     parse_names,
     shared,
 )
 from treadle.config.sync import Quantization, SyncOptions
 from treadle.errors import ConfigError
+from treadle.support import WEIGHT_MODES
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -303,7 +305,10 @@ class TrainConfig(
     )
     # the neighbours
     hub_url: str = shared("hub_url")
-    engine_url: str = shared("engine_url", "it gets the weights")
+    engine_url: Names = shared(
+        "engine_url",
+        "each gets the weights; hub: those in the hub's table, which may join and leave (treadle engine --join HUB)",
+    )
     # what stays
     save_path: Path = option(Path("trained_model_checkpoints"), "folder for checkpoints and the final model")
     checkpoint_interval: Count = option(25, "steps between resumable checkpoints, and one at the end; 0: none")
@@ -316,6 +321,14 @@ class TrainConfig(
         "copy if it is newer; treadle run adds the name of the run folder",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _mode_of_fleet(cls, values: Any) -> Any:
+        """Several engines get the weights through files, if nobody chose how."""
+        if isinstance(values, dict) and names_fleet(values.get("engine_url")):
+            return {"weight_bridge_mode": "reload"} | values
+        return values
+
     @model_validator(mode="after")
     def _can_be_done(self) -> TrainConfig:
         check_gpus(self.gpus, self.device)
@@ -323,6 +336,8 @@ class TrainConfig(
             raise ValueError(
                 f"train.gpus names {len(self.gpus)} GPUs and ranks is {self.ranks}: each rank has one; leave ranks out"
             )
+        if self.has_fleet:
+            self._check_fleet()
         if self.ranks > 1:  # else torchrun may start several
             self.check_ranks(self.ranks)
         if self.mode.adapters and not self.lora:
@@ -353,6 +368,26 @@ class TrainConfig(
                 "publishes; set use_shared_memory instead, or with lora weight_bridge_mode lora_only"
             )
         return self
+
+    @property
+    def has_fleet(self) -> bool:
+        """Whether the weights go to several engines, which may come and go."""
+        return names_fleet(self.engine_url)
+
+    def _check_fleet(self) -> None:
+        if not self.mode.fleet:
+            modes = " or ".join(name for name, mode in WEIGHT_MODES.items() if mode.fleet)
+            raise ValueError(
+                f"weight_bridge_mode {self.weight_bridge_mode} publishes to one engine, and engine_url names several: "
+                f"set weight_bridge_mode {modes}"
+            )
+        if self.single_copy:
+            raise ValueError("single_copy is for one engine, and engine_url names several: leave single_copy out")
+        if self.verify_publish == "off":
+            raise ValueError(
+                "verify_publish is off, and of several engines only those serve that have proved the weights: leave "
+                "verify_publish out"
+            )
 
     def _check_quantization(self) -> None:
         if not self.lora or not self.mode.quantized_base:

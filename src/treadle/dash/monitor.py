@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from treadle.config.env import process_of
+from treadle.config.section import HUB_TABLE
 from treadle.dash.run_folder import CONFIG_FILE, RunFolder
 from treadle.dash.status import EngineStatus
 from treadle.net.probe import get_json
-from treadle.store import Store, groups
+from treadle.store import ReadFailed, Store, groups
 from treadle.wire.bridge import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ SAMPLE_EVERY_S = 2.0
 MAX_SAMPLES = 2_000
 ROLES = {"hub": "hub", "engine": "engine", "env": "env", "train": "trainer"}  # verb on the command line -> process name
 RANK_FLAG = "--trainer-rank"  # of a rank other than 0
+NAME_FLAG = "--name"
 LOOK_EVERY_S = 1.0
 FIND_EVERY_S = 5.0  # listing all processes of a large machine takes a good part of a second
 ENGINE_TIMEOUT_S = 0.5
@@ -95,7 +96,7 @@ class QueueHistory:
     def _watch(self) -> None:
         is_over = False
         while not is_over:
-            with contextlib.suppress(sqlite3.Error):  # the hub reports problems of its queue itself
+            with contextlib.suppress(ReadFailed):  # the hub reports problems of its queue itself
                 self._kept.add(self._look())
             is_over = self._is_over.wait(self._every_s)
 
@@ -147,6 +148,8 @@ class ProcessTable:
             verb, *rest = words[words.index("treadle") + 1 :]
             if verb in ROLES and ROLES[verb] != "hub":
                 own = process_of(rest[0]) if verb == "env" and rest else ""  # one of several environments
+                if verb == "engine" and NAME_FLAG in rest[:-1]:  # one of several engines
+                    own = rest[rest.index(NAME_FLAG) + 1]
                 if verb == "train" and RANK_FLAG in rest[:-1]:
                     own = f"trainer-{rest[rest.index(RANK_FLAG) + 1]}"
                 self._known[own if own in self._run.log_names() else ROLES[verb]] = process
@@ -183,7 +186,9 @@ class EngineMonitor:
     """Polls the engine at most once a second, for all viewers; remembers since when it has been paused."""
 
     def __init__(self, config: Mapping[str, Any], clock: Callable[[], float] = time.monotonic) -> None:
-        self._url = str((config.get("train") or {}).get("engine_url") or "")
+        urls = (config.get("train") or {}).get("engine_url") or ""
+        urls = [urls] if isinstance(urls, str) else list(urls)
+        self._url = str(urls[0]) if len(urls) == 1 and urls[0] != HUB_TABLE else ""  # several are in the hub's table
         self._token = _token((config.get("engine") or {}).get("token_file"))
         self._clock = clock
         self._lock = threading.Lock()

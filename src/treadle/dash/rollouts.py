@@ -7,7 +7,6 @@ GroupIndexer reads what a list of groups shows, in the background.
 from __future__ import annotations
 
 import math
-import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ import msgspec
 
 from treadle.log import get_logger
 from treadle.store.browse import Browser, GroupFilter, GroupSummary
-from treadle.store.records import StoredGroup
+from treadle.store.records import ReadFailed, StoredGroup
 from treadle.track.files import RolloutTokens, TokenFiles
 from treadle.wire.groups import IGNORED, NO_LOGPROB, ScoredGroup, common_prefix, fingerprint, from_stored
 
@@ -267,7 +266,7 @@ class GroupIndexer:
             try:
                 while self._browser.learn(PORTION) and not self._is_over.is_set():
                     self._is_over.wait(0.0005)  # let other threads take the lock and the interpreter
-            except (sqlite3.Error, msgspec.DecodeError):  # busy, reset or damaged: the next request wakes it again
+            except (ReadFailed, msgspec.DecodeError):  # busy, reset or damaged: the next request wakes it again
                 log.error("facts_not_read", exc_info=True)
 
 

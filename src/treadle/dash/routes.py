@@ -62,7 +62,7 @@ def open_pages(
 ) -> Iterator[Sequence[Page]]:
     """`explain` says why there is no batch now; `is_at_work`: whether any process of the run reports."""
     run = None if run_folder is None else RunFolder(run_folder.expanduser().resolve())
-    with Browser.open(store.path) as browser:
+    with store.open_browser() as browser:
         indexer = GroupIndexer(browser, first=run.metrics.read_on if run is not None else lambda: None)
         queue = QueueHistory(store)
         try:

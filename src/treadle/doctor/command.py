@@ -155,7 +155,7 @@ def check_live(target: DoctorTarget, env: Mapping[str, str], report: Report = la
                 hub_url = config.environments[0].hub_url
                 hub_token = _token_of_run(config.hub.token_file, "observer", hub_token, findings)
             if not engine_url:
-                engine_url = config.train.engine_url
+                engine_url = config.train.engine_url[0]  # of several, the first
                 engine_token = _token_of_run(config.engine.token_file, "environment", engine_token, findings)
         report(f"reading the logs of {folder.name}")
         logs = sorted((folder / LOG_FOLDER).glob("*.log"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ from treadle.config import EngineConfig
 from treadle.config.schema import has_vllm
 from treadle.engines.api import create_app, engine_access
 from treadle.engines.interface import InferenceEngine, ServingStatus
+from treadle.engines.joining import served_engine, with_settings_of_run
 from treadle.engines.model_folder import base_model_name, is_adapter, read_adapter_settings
 from treadle.engines.models import resolve_model
 from treadle.errors import EngineError, TreadleError, is_out_of_memory, require
@@ -29,6 +31,7 @@ from treadle.net.server import serve_until_stopped
 from treadle.sync.shared_memory import bridge_file_path, claimed, is_switched_on
 from treadle.watch.waits import Wait, Waits, WaitSpec
 from treadle.watch.watchdog import ProcessFacts, Watchdog
+from treadle.wire.engines import ServedEngine
 from treadle.wire.hub import GENERATED_TOKENS, WorkReport
 
 MAX_CONNECTIONS = 20_000  # a wave starts when all of its requests have arrived, so all must get a connection
@@ -53,6 +56,7 @@ class EngineWatcher:
     def __init__(self, waits: Waits) -> None:
         self._waits = waits
         self._state: ServingStatus | None = None
+        self.serves: ServedEngine | None = None  # set when it has loaded, of an engine that joins a run
         self._loading: WorkReport | None = None  # progress of loading, if known
         self._hold: Wait | None = None
         self._generation: Wait | None = None
@@ -98,7 +102,11 @@ class EngineWatcher:
             description = "idle"
         counts = {"moves": float(state.progress_count), GENERATED_TOKENS: float(state.generated_tokens)}
         return ProcessFacts(
-            state=description, policy_version=state.policy_version, problem=state.failure or "", counts=counts
+            state=description,
+            policy_version=state.policy_version,
+            problem=state.failure or "",
+            counts=counts,
+            serves=None if state.failure else self.serves,
         )
 
     def _track(self, wait: Wait | None, wanted: WaitSpec | None) -> Wait | None:
@@ -111,7 +119,7 @@ class EngineWatcher:
 
 def run_engine(config: EngineConfig) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    config = apply_shared_weights_switch(config, os.environ)
+    config = apply_shared_weights_switch(with_settings_of_run(config), os.environ)
     access = engine_access(config, os.environ)
     listener = take_port(config.host, config.port)  # before loading: a port in use is reported at once
     waits = Waits()
@@ -119,7 +127,7 @@ def run_engine(config: EngineConfig) -> None:
     with (
         closing(listener),
         contextlib.nullcontext() if config.weights_file is None else claimed(config.weights_file),
-        Watchdog("engine", "engine", waits, config.hub_url, watcher.about) as watchdog,
+        Watchdog("engine", config.name, waits, config.hub_url, watcher.about) as watchdog,
     ):
         _serve(config, access, listener, waits, watcher, watchdog)
 
@@ -149,7 +157,10 @@ def _serve(
     lifespan = EngineLifespan(engine, watcher, watchdog, adapter)
     file = config.weights_file
     bridge_file = None if file is None else bridge_file_path(file, os.environ, Path.cwd())
-    app = create_app(engine, config, access, lifespan=lifespan, bridge_file=bridge_file)
+    engine_id = secrets.token_hex(8)
+    app = create_app(engine, config, access, lifespan=lifespan, bridge_file=bridge_file, engine_id=engine_id)
+    if config.join:
+        watcher.serves = served_engine(engine_id, config, facts)
     limits = HttpLimits(max_connections=MAX_CONNECTIONS)
     serve_until_stopped(app, listener, on_stop=lifespan.end, limits=limits)
     if lifespan.adapter_error is not None:

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import uuid4
 
 from treadle.envs.base import Message
 from treadle.envs.chat_format import ChatTokenizer
@@ -159,6 +160,7 @@ class Model:
     seconds: float = 0.0  # generation time of the engine
     last_completion: Completion | None = None  # of any chat
     _num_calls: int = 0
+    _id: str = field(default_factory=lambda: uuid4().hex)
 
     def chat(
         self,
@@ -189,6 +191,7 @@ class Model:
             temperature=self.sampling.temperature if temperature is None else temperature,
             seed=None if seed is None else seed + number,  # otherwise every turn would draw the same numbers
             stop=stop,
+            conversation=self._id,
         )
         self.seconds += generation.seconds
         (self.last_completion,) = generation.completions

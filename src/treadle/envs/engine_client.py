@@ -41,6 +41,8 @@ class EngineResult:
 
     completions: list[Completion]
     seconds: float
+    engine_id: str = ""  # of the engine, which has another after every start; "": it says none
+    newest_version: int = 0  # that a token was sampled under; completions name the oldest
 
 
 class EngineAway(EngineError):
@@ -129,9 +131,10 @@ class EngineClient(AbstractAsyncContextManager["EngineClient"]):
         temperature: float,
         seed: int | None = None,
         stop: Sequence[str] = (),
+        conversation: str = "",
         wave: Wave | None = None,
     ) -> EngineResult:
-        """Sample `n` completions of one prompt."""
+        """Sample `n` completions of one prompt. `conversation` is for a choice among several engines."""
         request = GenerateRequest(
             prompt={"prompt_token_ids": list(prompt_token_ids)},
             n=n,
@@ -146,7 +149,8 @@ class EngineClient(AbstractAsyncContextManager["EngineClient"]):
         with self._waits.waiting(self._completion):
             response = await self._peer.send("POST", "/generate", body=body, retry_policy=self._retry_policy)
         answer = self._peer.read(response, GenerateAnswer)
-        return EngineResult(_completions(answer, n), answer.seconds)
+        newest = max((version for each in answer.policy_versions for version in each), default=answer.policy_version)
+        return EngineResult(_completions(answer, n), answer.seconds, answer.engine_id, newest)
 
     async def generate_wave(
         self,

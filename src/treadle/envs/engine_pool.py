@@ -3,8 +3,8 @@
     async with open_engine(ServerConfig(base_url=("http://a:9001/v1", "http://b:9001/v1"))) as engine:
         await engine.generate([1, 2, 3], max_tokens=24, temperature=1.0)
 
-The trainer hands new weights to the engine of its --engine-url. Others have them only where they share them with it; an
-engine whose policy version is too far behind gets no request until it has caught up. A single engine is not checked.
+An engine whose policy version is too far behind gets no request until it has caught up. A single engine is not checked.
+In a run with several engines the hub's table says which of them serve (engine_fleet.py).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from treadle.background import awake_s
 from treadle.config.env import ServerConfig
+from treadle.config.section import HUB_TABLE
 from treadle.envs.engine_client import EngineAway, EngineClient, EngineResult, ServedModel
 from treadle.errors import ConfigError, EngineError
 from treadle.log import get_logger
@@ -35,12 +36,16 @@ FAILOVER_S = 5.0  # an unanswered request goes to another engine after this time
 REFRESH_S = 1.0  # interval for asking engines that are away or outdated for their version
 REFRESH_TIMEOUT_S = 2.0
 POLL_S = 0.05  # while no engine is usable
+# A conversation leaves its engine if that has more than STICKY_LOAD times the completions of another, and STICKY_SLACK.
+STICKY_LOAD = 1.5
+STICKY_SLACK = 8
+MAX_CONVERSATIONS = 10_000  # that are remembered
 NO_RETRIES = RetryPolicy(give_up_after_s=0.0)  # no retries
 OldestAllowed = Callable[[int], int]  # newest version of all engines -> oldest version that may be sampled
 
 
 @dataclass
-class _Member:
+class PoolMember:
     client: EngineClient
     health: EngineHealth | None = None  # None: unreachable, or not asked yet
     num_running: int = 0  # requested completions that have not arrived
@@ -66,8 +71,13 @@ def open_engine(
     oldest_allowed: OldestAllowed = lambda newest: newest,
     retry_policy: RetryPolicy | None = None,
     waits: Waits | None = None,
+    hub_url: str = "",
 ) -> InferenceClient:
-    """The configured engine, or a pool if there are several."""
+    """The configured engine, or a pool if there are several; base_url "hub": those in the table of this hub."""
+    if config.base_url == (HUB_TABLE,):
+        from treadle.envs.engine_fleet import open_fleet  # it builds on this module
+
+        return open_fleet(config, hub_url, oldest_allowed, retry_policy=retry_policy, waits=waits)
     if len(config.base_url) == 1:
         return EngineClient(config, retry_policy=retry_policy, waits=waits)
     retry_policy = retry_policy or RetryPolicy(give_up_after_s=config.timeout)
@@ -87,10 +97,11 @@ class EnginePool(AbstractAsyncContextManager["EnginePool"]):
         retry_policy: RetryPolicy,
         waits: Waits | None = None,
     ) -> None:
-        self._members = [_Member(client) for client in clients]
+        self._members = [PoolMember(client) for client in clients]
         self._oldest_allowed = oldest_allowed
         self._retry_policy = retry_policy
         self._waits = waits or Waits()
+        self._conversations: dict[str, PoolMember] = {}  # the engine of each conversation's last turn
         self._model: ServedModel | None = None  # of the first reachable engine; others must serve the same
 
     async def __aexit__(self, *_: object) -> None:
@@ -136,17 +147,24 @@ class EnginePool(AbstractAsyncContextManager["EnginePool"]):
         temperature: float,
         seed: int | None = None,
         stop: Sequence[str] = (),
+        conversation: str = "",
     ) -> EngineResult:
-        """Sample on the engine with the fewest completions in flight."""
+        """Sample on the engine with the fewest completions in flight. Further turns of a conversation go to the same
+        engine, which has its tokens in its prefix cache, unless that has much more to do than another."""
 
-        async def ask(fit: list[_Member], _: int) -> EngineResult:
-            member = min(fit, key=lambda one: one.num_running)
-            with self._asking(member, n) as oldest:
+        async def ask(fit: list[PoolMember], _: int) -> EngineResult:
+            member = self._choose(fit, conversation)
+
+            async def one() -> list[EngineResult]:
                 result = await member.client.generate(
                     prompt_token_ids, n=n, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop
                 )
-                _refuse_older([result], oldest, member.client.url)
-            return result
+                return [result]
+
+            with self._asking(member, n) as oldest:
+                results = await self._checked(member, one())
+                _refuse_older(results, oldest, member.client.url)
+            return results[0]
 
         return await self._until_answered(ask)
 
@@ -162,11 +180,11 @@ class EnginePool(AbstractAsyncContextManager["EnginePool"]):
     ) -> list[EngineResult]:
         """Divide the wave equally among the engines, always in the same way."""
 
-        async def ask(fit: list[_Member], attempt: int) -> list[EngineResult]:
-            async def ask_part(member: _Member, part: range) -> list[EngineResult]:
+        async def ask(fit: list[PoolMember], attempt: int) -> list[EngineResult]:
+            async def ask_part(member: PoolMember, part: range) -> list[EngineResult]:
                 places = slice(part.start, part.stop)
                 with self._asking(member, n * len(part)) as oldest:
-                    results = await member.client.generate_wave(
+                    wave = member.client.generate_wave(
                         f"{wave_id}.{attempt}.{part.start}",
                         prompts[places],
                         n=n,
@@ -174,6 +192,7 @@ class EnginePool(AbstractAsyncContextManager["EnginePool"]):
                         temperature=temperature,
                         seeds=None if seeds is None else seeds[places],
                     )
+                    results = await self._checked(member, wave)
                     _refuse_older(results, oldest, member.client.url)
                 return results
 
@@ -188,8 +207,25 @@ class EnginePool(AbstractAsyncContextManager["EnginePool"]):
 
         return await self._until_answered(ask, refresh_s=0.0)
 
+    def _choose(self, fit: Sequence[PoolMember], conversation: str) -> PoolMember:
+        chosen = min(fit, key=lambda one: one.num_running)
+        if not conversation:
+            return chosen
+        most = STICKY_LOAD * chosen.num_running + STICKY_SLACK
+        before = self._conversations.pop(conversation, None)
+        if before is not None and before in fit and before.num_running <= most:
+            chosen = before
+        self._conversations[conversation] = chosen  # the newest last
+        if len(self._conversations) > MAX_CONVERSATIONS:
+            del self._conversations[next(iter(self._conversations))]
+        return chosen
+
+    async def _checked(self, _: PoolMember, answer: Awaitable[list[EngineResult]]) -> list[EngineResult]:
+        """Wait for the answer of a member; a fleet also checks that the member has proved its weights."""
+        return await answer
+
     async def _until_answered(
-        self, ask: Callable[[list[_Member], int], Awaitable[T]], refresh_s: float = REFRESH_S
+        self, ask: Callable[[list[PoolMember], int], Awaitable[T]], refresh_s: float = REFRESH_S
     ) -> T:
         """Retry on other engines if one becomes unreachable; refusals are raised at once."""
         began, attempt = awake_s(), 0
@@ -204,7 +240,7 @@ class EnginePool(AbstractAsyncContextManager["EnginePool"]):
                 log.warning("asked_another_engine", problem=error.message)
 
     @contextmanager
-    def _asking(self, member: _Member, count: int) -> Iterator[int]:
+    def _asking(self, member: PoolMember, count: int) -> Iterator[int]:
         """Count completions as requested from this engine; yields the oldest version that they may have."""
         member.num_running += count
         try:
@@ -215,7 +251,7 @@ class EnginePool(AbstractAsyncContextManager["EnginePool"]):
         finally:
             member.num_running -= count
 
-    async def _wait_for_fit_members(self, refresh_s: float = REFRESH_S, *, everyone: bool = False) -> list[_Member]:
+    async def _wait_for_fit_members(self, refresh_s: float = REFRESH_S, *, everyone: bool = False) -> list[PoolMember]:
         """The engines that answer and have new enough weights; waits while there is none."""
         await self._refresh(refresh_s, everyone=everyone)
         if fit := self._fit():
@@ -224,30 +260,36 @@ class EnginePool(AbstractAsyncContextManager["EnginePool"]):
         with self._waits.waiting(wanted) as wait:
             began = awake_s()
             while not (fit := self._fit()):
-                is_any_there = any(member.health is not None for member in self._members)
-                wait.problem = ", ".join(map(str, self._members))
-                wait.fix = _NAME_THE_TRAINED_ONE if is_any_there else _START_ONE
+                problem, wait.problem, wait.fix = self._why_none_is_fit()
                 if self._retry_policy.is_over(awake_s() - began):
-                    lack = f"has weights that are new enough (version {self._oldest} or newer)"
-                    problem = f"none of the {len(self._members)} engines {lack if is_any_there else 'answers'}"
                     raise EngineError(f"{problem}: {wait.problem}", fix=wait.fix)
                 await asyncio.sleep(POLL_S)
                 await self._refresh(2 * POLL_S)
         return fit
+
+    def _why_none_is_fit(self) -> tuple[str, str, str]:
+        """(problem, how each engine stands, fix)."""
+        is_any_there = any(member.health is not None for member in self._members)
+        lack = f"has weights that are new enough (version {self._oldest} or newer)" if is_any_there else "answers"
+        return (
+            f"none of the {len(self._members)} engines {lack}",
+            ", ".join(map(str, self._members)),
+            _NAME_THE_TRAINED_ONE if is_any_there else _START_ONE,
+        )
 
     @property
     def _oldest(self) -> int:
         versions = [m.version for m in self._members if m.health is not None and self._serves_the_model(m.health)]
         return max(0, self._oldest_allowed(max(versions, default=0)))
 
-    def _is_fit(self, member: _Member) -> bool:
+    def _is_fit(self, member: PoolMember) -> bool:
         return member.health is not None and member.version >= self._oldest and self._serves_the_model(member.health)
 
     def _serves_the_model(self, health: EngineHealth) -> bool:
         """Checked at every refresh: an engine may be restarted with another model during a run."""
         return self._model is None or self._model.is_called(health.model) or _is_trained(health.model)
 
-    def _fit(self) -> list[_Member]:
+    def _fit(self) -> list[PoolMember]:
         return [member for member in self._members if self._is_fit(member)]
 
     async def _refresh(self, interval_s: float, *, everyone: bool = False) -> None:
@@ -272,7 +314,7 @@ class EnginePool(AbstractAsyncContextManager["EnginePool"]):
                 log.warning("engine_left_out", engine=str(member), oldest_allowed=self._oldest)
             member.is_left_out = not is_fit
 
-    async def _refresh_one(self, member: _Member) -> None:
+    async def _refresh_one(self, member: PoolMember) -> None:
         member.is_checking, member.checked_for = True, self._oldest
         try:
             async with asyncio.timeout(REFRESH_TIMEOUT_S):

@@ -104,7 +104,7 @@ async def write_groups(env: EnvConfig, server: ServerConfig) -> int:
     environment = await prepare_environment(env)
     total = num_groups_to_write(environment.config)
     # A person waits for this command, so give up early if no engine runs.
-    async with open_engine(server, retry_policy=RetryPolicy(give_up_after_s=5.0)) as engine:
+    async with open_engine(server, retry_policy=RetryPolicy(give_up_after_s=5.0), hub_url=env.hub_url) as engine:
         tokenizer = await load_tokenizer(engine, server)
         async with open_context(environment, engine, tokenizer) as context:
             with GroupFile(groups_path(context.config)) as file:

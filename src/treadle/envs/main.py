@@ -50,6 +50,7 @@ async def serve_run(env: EnvConfig, server: ServerConfig) -> None:
         server,
         oldest_allowed=lambda _: hub.oldest_version(environment.config.max_age),
         waits=monitor.waits,
+        hub_url=env.hub_url,
     )
     async with hub, engine_or_pool as engine:
         with watchdog:
@@ -66,7 +67,7 @@ async def evaluate_once(env: EnvConfig, server: ServerConfig) -> None:
         raise ConfigError("there is nothing to evaluate: num_eval is 0", fix="pass --env.num-eval 256")
     eval_temperature(config)  # raises for an invalid one before the engine is used
     # A person waits for this command, so give up early if no engine runs.
-    async with open_engine(server, retry_policy=RetryPolicy(give_up_after_s=5.0)) as engine:
+    async with open_engine(server, retry_policy=RetryPolicy(give_up_after_s=5.0), hub_url=env.hub_url) as engine:
         health = await engine.health()
         tokenizer = await load_tokenizer(engine, server)
         async with open_context(environment, engine, tokenizer) as context:

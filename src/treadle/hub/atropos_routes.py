@@ -33,7 +33,8 @@ from treadle.hub.endpoint import (
     stored_json,
 )
 from treadle.hub.messages import MAX_DIGITS, MAX_NAME_CHARS, Refused, checked_header, unprocessable, whole_number
-from treadle.hub.state import GONE_AFTER_S, HubState, env_status, reset
+from treadle.hub.presence import GONE_AFTER_S
+from treadle.hub.state import HubState, env_status, reset
 from treadle.log import get_logger
 from treadle.net.http_protocol import FLUSHED
 from treadle.store import Batch, DamagedGroups, groups, runs
@@ -187,6 +188,7 @@ class AtroposRoutes:
                 )
             )
             hub.presence.mark(registered.env_id)
+            hub.presence.registrations_changed()
         log.info("env_registered", name=registered.name, groups_accepted=registered.groups_accepted)
         return json_answer(
             RegisteredEnv(
@@ -206,7 +208,9 @@ class AtroposRoutes:
 
     async def disconnect_env(self, request: Request) -> Response:
         body = await read_message(request, ENV_ID_DECODER)
-        if await asyncio.wrap_future(self._hub.store.write(runs.disconnect_env, body.env_id)):
+        is_known = await asyncio.wrap_future(self._hub.store.write(runs.disconnect_env, body.env_id))
+        self._hub.presence.registrations_changed()
+        if is_known:
             return json_answer(Disconnected(status="success"))
         return json_answer(Disconnected(status="failure", error=f"no environment has the id {body.env_id}"))
 

@@ -36,6 +36,7 @@ from treadle.net.access import why_refused
 from treadle.store import Event, Store, runs
 from treadle.watch.stacks import write_stacks
 from treadle.watch.watchdog import ProcessFacts, report_of
+from treadle.wire.engines import EngineHistory, Engines, EngineVerdicts
 from treadle.wire.hub import LastReport, Processes, ProcessReport, ReportTaken
 
 # ---- event stream
@@ -61,16 +62,21 @@ class EventStream:
     async def open(self) -> AsyncIterator[None]:
         self._loop = asyncio.get_running_loop()
         self._store.commit_watchers.append(self._committed)
+        self._store.change_watchers.append(self._changed)
         closing = self._loop.create_task(self._close_with_hub())
         try:
             yield
         finally:
             self._store.commit_watchers.remove(self._committed)
+            self._store.change_watchers.remove(self._changed)
             closing.cancel()
             self._signal.close()
 
     def _committed(self, _num_jobs: int, _seconds: float) -> None:
-        """Runs on the writer's thread. Commits before the next turn of the loop cause one notification."""
+        self._changed()
+
+    def _changed(self) -> None:
+        """Runs on a thread of the store. Commits before the next turn of the loop cause one notification."""
         if self.num_readers and not self._is_notifying and self._loop is not None:
             self._is_notifying = True
             with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -135,6 +141,7 @@ def _encode(page: Sequence[Event]) -> bytes:
 # ---- routes
 
 REPORT = msgspec.json.Decoder(ProcessReport, strict=False)
+VERDICTS = msgspec.json.Decoder(EngineVerdicts, strict=False)
 # Nobody reports in the name of another process: the hub reports about itself.
 ROLES_OF_KIND = {"env": ENVIRONMENT, "trainer": TRAINER, "engine": ENGINE, "hub": ADMIN}
 MAX_READERS = 100  # each holds a connection: leave some for other requests
@@ -167,6 +174,18 @@ class ObserverRoutes:
                 "POST", "/v1/reports", self.report, "how a process stands: every two seconds, from each",
                 roles=REPORTER, body=ProcessReport, answer=ReportTaken,
             ),
+            Endpoint(
+                "GET", "/v1/engines", self.engines, "the engines of the run, and which weights each has proved",
+                roles=OBSERVER, answer=Engines,
+            ),
+            Endpoint(
+                "GET", "/v1/engines/history", self.engine_history, "the states of the engines over time",
+                roles=OBSERVER, answer=EngineHistory,
+            ),
+            Endpoint(
+                "POST", "/v1/engines/verdicts", self.judge_engines, "which engines serve: the trainer's verdicts",
+                roles=TRAINER, body=EngineVerdicts, answer=Engines,
+            ),
         ]  # fmt: skip
 
     async def metrics(self, _: Request) -> Response:
@@ -189,6 +208,17 @@ class ObserverRoutes:
     async def processes(self, _: Request) -> Response:
         own = LastReport(report=report_of("hub", "hub", ProcessFacts(), self._hub.store.waits), heard_s=0.0)
         return json_answer(Processes(processes=[own, *self._hub.process_reports.standings()]))
+
+    async def engines(self, _: Request) -> Response:
+        return json_answer(self._hub.engine_table.rows(self._hub.process_reports.standings()))
+
+    async def engine_history(self, request: Request) -> Response:
+        await self.engines(request)  # an engine that has fallen silent shows now
+        return json_answer(self._hub.engine_table.history())
+
+    async def judge_engines(self, request: Request) -> Response:
+        self._hub.engine_table.judge(await read_message(request, VERDICTS))
+        return await self.engines(request)
 
     async def report(self, request: Request) -> Response:
         report = await read_message(request, REPORT)

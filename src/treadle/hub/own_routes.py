@@ -30,7 +30,7 @@ from treadle.hub.endpoint import (
     stored_json,
 )
 from treadle.hub.messages import MAX_DIGITS, Refused, unprocessable, whole_number
-from treadle.hub.state import HubState, batch_share, explain, reset, why_no_batch
+from treadle.hub.state import HubState, explain, reset, why_no_batch
 from treadle.log import get_logger
 from treadle.store import Batch, DamagedGroups, groups, runs
 from treadle.wire.groups import BINARY_TYPE, BinaryAnswer, BinaryBatch, LeaseAnswer
@@ -255,26 +255,19 @@ class OwnRoutes:
         hub = self._hub
         env_id = whole_number(request.path_params["env_id"])
         await hub.settled()
-        envs = hub.store.read(runs.read_envs)
-        asking = next((env for env in envs if env.env_id == env_id), None)
-        if asking is None:
+        if env_id is None or (present := hub.presence.others_with(env_id)) is None:
             raise Refused(404, f"no environment has the id {request.path_params['env_id'][:100]}")
-        hub.presence.mark(asking.env_id)
+        hub.presence.mark(env_id)
         run = hub.store.read(runs.read_run)
-        present = [env for env in envs if env is asking or (env.connected and hub.presence.is_alive(env.env_id))]
         return json_answer(
             EnvState(
                 step=run.current_step,
                 num_steps=run.trainer.num_steps if run.trainer else 0,
                 batch_size=max(0, run.trainer.batch_size) if run.trainer else 0,
-                untrained_sequences=sum(
-                    tally.sequences
-                    for (state, owner), tally in hub.store.read(groups.tallies).items()
-                    if owner == asking.env_id and state in ("queued", "leased")
-                ),
+                untrained_sequences=hub.store.read(groups.untrained_sequences, env_id),
                 trainer_waits=hub.batch_signal.somebody_waits,
-                share=batch_share(asking, present),
-                num_present=len(present),
+                share=present.batch_share(env_id),
+                num_present=len(present.envs),
             )
         )
 

@@ -39,6 +39,7 @@ from treadle.hub.endpoint import (
 )
 from treadle.hub.messages import LONG_TEXTS, MAX_DIGITS, MAX_NAME_CHARS, MAX_TEXT_CHARS
 from treadle.hub.observer_routes import EventStream, ObserverRoutes
+from treadle.hub.other_hubs import other_hubs
 from treadle.hub.own_routes import OwnRoutes
 from treadle.hub.state import HubState, explain
 from treadle.log import get_logger
@@ -46,7 +47,8 @@ from treadle.net.access import Access, AccessMiddleware
 from treadle.net.address import take_port
 from treadle.net.connections import HttpLimits
 from treadle.net.server import serve_until_stopped
-from treadle.store import StorageFailed, Store, groups, runs, set_aside
+from treadle.store import StorageFailed, Store, groups, runs
+from treadle.store.choice import open_store, shown_queue
 from treadle.watch.waits import Waits
 from treadle.watch.watchdog import Watchdog
 from treadle.wire.hub import Refusal
@@ -216,7 +218,7 @@ def app_of(
     async def at_work(_: Starlette) -> AsyncIterator[None]:
         on_loop(asyncio.get_running_loop())
         await hub.validators.start()
-        async with event_stream.open():
+        async with event_stream.open(), other_hubs(hub):
             yield
         await hub.validators.close()
 
@@ -262,21 +264,14 @@ def serve(config: HubConfig, pages: Pages = lambda *_: contextlib.nullcontext(()
         max_body_bytes_in_flight=LARGE_BODIES * config.max_body_bytes,
     )
     try:
-        if config.fresh:
-            set_aside(config.database)
         waits = Waits()
         with (
-            Store.open(
-                config.database,
-                clock=awake_s,
-                waits=waits,
-                on_failure=_stop_soon,
-            ) as store,
+            open_store(config, waits, _stop_soon) as store,
             Watchdog("hub", "hub", waits) as watchdog,
         ):
             hub = HubState.build(store, config, awake_s)
             _tell_what_was_there(store)
-            log.info("listening", host=config.host, port=config.port, database=str(config.database))
+            log.info("listening", host=config.host, port=config.port, queue=shown_queue(config))
             with pages(store, partial(explain, hub), hub.is_run_at_work) as shown:
                 app = app_of(hub, access, shown, watchdog.watch_loop)
                 serve_until_stopped(app, listener, on_stop=hub.batch_signal.close, limits=limits)

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 
 from treadle.config.schema import HubConfig
 from treadle.hub.batching import plan
+from treadle.hub.engine_table import EngineTable
 from treadle.hub.messages import GroupRules
 from treadle.hub.metrics import Metrics
+from treadle.hub.presence import GONE_AFTER_S, Presence
 from treadle.hub.validation_workers import ValidationWorkers
 from treadle.log import get_logger
 from treadle.store import EnvLoad, EnvRecord, LeaseTerms, Limits, RunState, Store, batches, groups, runs
@@ -26,7 +28,6 @@ from treadle.watch.watchdog import ProcessFacts, report_of
 from treadle.wire.hub import LastReport, ProcessReport, ReportTaken
 
 Clock = Callable[[], float]
-GONE_AFTER_S = 10.0  # environments call several times a second; one silent for this long is taken to be gone
 MAX_VALIDATION_WORKERS = 4
 MAX_DELIVERIES = 5  # a batch that failed this often is set aside (dead-lettered)
 QUEUE_LIMIT_BYTES = 4 * 2**30  # of groups that wait
@@ -50,6 +51,7 @@ class ProcessReports:
         self._to_dump: dict[_Key, str] = {}
         self._blamed: set[tuple[_Key, str]] = set()  # waits (process, what) that were acted upon
         self._dumped_s: dict[_Key, float] = {}
+        self.elsewhere: Sequence[LastReport] = ()  # of processes that report to another hub on the same database
         self._hub_dumped_s = -DUMPS_APART_S
         self.hub_is_blamed = ""  # why the hub should write its own stacks; the caller that writes them clears it
 
@@ -75,18 +77,23 @@ class ProcessReports:
         return ReportTaken()
 
     def _forget_crashed(self, report: ProcessReport) -> None:
-        """A trainer that was started again replaces the one that could not say that it ends."""
+        """A trainer, or an engine of a fleet, that was started again replaces the one that could not say that it
+        ends."""
+        is_unique = report.kind == "trainer" or report.serves is not None
         same = [
             key
             for key, (other, _) in self._reports.items()
-            if report.kind == "trainer"
-            and (other.kind, other.machine, other.name) == (report.kind, report.machine, report.name)
+            if is_unique and (other.kind, other.machine, other.name) == (report.kind, report.machine, report.name)
         ]
         for key in same:
             self._reports.pop(key)
             self._to_dump.pop(key, None)
 
     def standings(self) -> list[LastReport]:
+        """The processes that report here, then those that report to other hubs on the same database."""
+        return [*self.standings_here(), *self.elsewhere]
+
+    def standings_here(self) -> list[LastReport]:
         self._forget_old()
         now_s = self._clock()
         return [
@@ -131,10 +138,15 @@ class BatchSignal:
         self.closing = False
         self._num_waiting = 0
         self._last_unmet_s: float | None = None  # when a trainer last asked for a batch in vain
+        self.somebody_waits_elsewhere = False  # at another hub on the same database
 
     @property
     def somebody_waits(self) -> bool:
         """Whether a trainer wants a batch and there is none; some trainers hold the call, others poll."""
+        return self.somebody_waits_here or self.somebody_waits_elsewhere
+
+    @property
+    def somebody_waits_here(self) -> bool:
         unmet_s = self._last_unmet_s
         return self._num_waiting > 0 or (unmet_s is not None and time.monotonic() - unmet_s < ASKS_AGAIN_S)
 
@@ -159,32 +171,6 @@ class BatchSignal:
         self.ring()
 
 
-class Presence:
-    """Last call of each environment. In memory: after a restart each has a full period again."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._since_s = clock()
-        self._seen_s: dict[int, float] = {}
-
-    def mark(self, env_id: int) -> None:
-        self._seen_s[env_id] = self._clock()
-
-    def idle_s(self, env_id: int) -> float:
-        return self._clock() - self._seen_s.get(env_id, self._since_s)
-
-    @property
-    def is_anybody_here(self) -> bool:
-        """Whether any environment has called recently."""
-        return any(self._clock() - seen_s <= GONE_AFTER_S for seen_s in list(self._seen_s.values()))
-
-    def is_alive(self, env_id: int) -> bool:
-        return self.idle_s(env_id) <= GONE_AFTER_S
-
-    def forget(self) -> None:
-        self._seen_s.clear()
-
-
 @dataclass(frozen=True, slots=True)
 class HubState:
     store: Store
@@ -194,6 +180,7 @@ class HubState:
     validators: ValidationWorkers
     metrics: Metrics
     process_reports: ProcessReports
+    engine_table: EngineTable
     terms: LeaseTerms
     limits: Limits
     full_weight_age: int | None  # older groups get less weight; None: all count in full, or stale ones are dropped
@@ -204,7 +191,7 @@ class HubState:
 
     @classmethod
     def build(cls, store: Store, config: HubConfig, clock: Clock) -> HubState:
-        presence = Presence(clock)
+        presence = Presence(clock, lambda: store.read(runs.read_envs))
         terms = LeaseTerms(
             lease_s=config.lease_s,
             max_deliveries=MAX_DELIVERIES,
@@ -222,6 +209,7 @@ class HubState:
             ),
             metrics=Metrics(),
             process_reports=ProcessReports(clock),
+            engine_table=EngineTable(clock),
             terms=terms,
             limits=Limits(groups=config.queue_limit_groups, bytes=QUEUE_LIMIT_BYTES),
             full_weight_age=config.max_age if config.stale == "downweight" else None,
@@ -257,6 +245,7 @@ async def reset(hub: HubState) -> None:
     await asyncio.wrap_future(hub.store.write(runs.reset))
     hub.presence.forget()
     hub.process_reports.clear()
+    hub.engine_table.clear()
     hub.metrics.forget_envs()
     hub.batch_signal.ring()
     log.warning("reset")
@@ -297,19 +286,6 @@ def _share(env: EnvRecord, envs: Sequence[EnvRecord]) -> float:
         return MIN_ENV_WEIGHT
     share = env.max_token_length * env.weight / total
     return max(MIN_ENV_WEIGHT, share) if math.isfinite(share) else MIN_ENV_WEIGHT
-
-
-def batch_share(env: EnvRecord, present: Sequence[EnvRecord]) -> float:
-    """The share of a batch that is to come from an environment: its minimum, and of the rest what its weight gives.
-
-    The shares of all that are present are 1 together.
-    """
-    minimums = {e.env_id: min(1.0, max(0.0, e.min_batch_allocation or 0.0)) for e in present}
-    reserved = sum(minimums.values())
-    weights = {e.env_id: max(0.0, e.weight) if math.isfinite(e.weight) else 0.0 for e in present}
-    total = sum(weights.values())
-    by_weight = weights[env.env_id] / total if total > 0 else 1 / len(present)
-    return minimums[env.env_id] / max(1.0, reserved) + max(0.0, 1.0 - reserved) * by_weight
 
 
 # ---- explanations

@@ -21,6 +21,7 @@ import msgspec
 
 from treadle.config.load import value_of, with_values
 from treadle.config.schema import RunConfig
+from treadle.config.section import HUB_TABLE
 from treadle.config.train import FLOAT32_LR
 from treadle.errors import ConfigError
 from treadle.launch.process_plan import AccessTokens
@@ -52,53 +53,66 @@ def merge_addresses(config: RunConfig, given: frozenset[str]) -> RunConfig:
     `--train.hub-url URL` means `--hub-url URL`: a run whose processes call different hubs would wait for ever.
     """
     of_envs = config.keys_of_envs("hub_url")
-    hub_url = _one_url(config, given, "hub", (*HUB_KEYS, *of_envs))
-    engine_url = _one_url(config, given, "engine", ENGINE_KEYS)
+    hub_url = "".join(_same_urls(config, given, "hub", (*HUB_KEYS, *of_envs)))
+    engine_urls = _same_urls(config, given, "engine", ENGINE_KEYS)
     values: dict[str, Any] = {}
     if hub_url:
         values |= {"hub_url": hub_url, "train.hub_url": hub_url, **dict.fromkeys(of_envs, hub_url)}
         if "engine.hub_url" not in given:  # that of a resumed run may lack the token that is given now
             values["engine.hub_url"] = hub_url
-    if engine_url:
-        values |= {"engine_url": engine_url, "train.engine_url": engine_url, "openai.base_url": f"{engine_url}/v1"}
+    if engine_urls:
+        called = (f"{engine_urls[0]}/v1",) if len(engine_urls) == 1 else (HUB_TABLE,)
+        if len(engine_urls) > 1 and "train.weight_bridge_mode" not in given:
+            values["train.weight_bridge_mode"] = "reload"  # several engines get the weights through files
+        values |= {"engine_url": engine_urls, "train.engine_url": engine_urls, "openai.base_url": called}
     return with_values(config, values) if values else config
 
 
-def _one_url(config: RunConfig, given: frozenset[str], kind: str, keys: tuple[str, ...]) -> str:
-    """The URL that the user gave for this server; "" if the run starts one."""
-    named = {key: url for key in keys if key in given and (url := _url_of(config, key, kind))}
+def _same_urls(config: RunConfig, given: frozenset[str], kind: str, keys: tuple[str, ...]) -> tuple[str, ...]:
+    """The URLs that the user gave for this server, in one setting or the same in several; () if the run starts its
+    own."""
+    named = {key: urls for key in keys if key in given and (urls := _urls_of(config, key, kind))}
     if not named:
-        return str(getattr(config, f"{kind}_url"))
-    (first, url), *others = named.items()
+        own = getattr(config, f"{kind}_url")
+        return (own,) if isinstance(own, str) and own else tuple(own)
+    (first, urls), *others = named.items()
     for key, other in others:
-        if other.replace("//localhost", "//127.0.0.1", 1) != url.replace("//localhost", "//127.0.0.1", 1):
+        if _on_loopback(other) != _on_loopback(urls):
             raise ConfigError(
-                f"{_flag(first)} {shown_url(url)} and {_flag(key)} {shown_url(other)} name two {kind}s: a run has one",
+                f"{_flag(first)} {_shown(urls)} and {_flag(key)} {_shown(other)} name different {kind}s",
                 fix=f"give only --{kind}-url",
             )
-    return url
+    return urls
 
 
-def _url_of(config: RunConfig, key: str, kind: str) -> str:
+def _on_loopback(urls: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(url.replace("//localhost", "//127.0.0.1", 1) for url in urls)
+
+
+def _shown(urls: tuple[str, ...]) -> str:
+    return " ".join(map(shown_url, urls))
+
+
+def _urls_of(config: RunConfig, key: str, kind: str) -> tuple[str, ...]:
     value = value_of(config, key)
     urls = (value,) if isinstance(value, str) else tuple(value)
-    if len(urls) > 1:
-        raise ConfigError(
-            f"{_flag(key)} names {len(urls)} engines, and the trainer publishes to one",
-            fix="give only --engine-url; for several engines start the processes one by one",
-        )
-    url = "".join(urls).rstrip("/").removesuffix("/v1")
-    try:
-        parts = urlsplit(url)
-        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_url = False
-    if url and not is_url:
-        raise ConfigError(
-            f"{_flag(key)} '{without_token(url)}' is not the URL of {_WITH_ARTICLE[kind]}",
-            fix=f"--{kind}-url http://127.0.0.1:PORT",
-        )
-    return url
+    urls = tuple(url.rstrip("/").removesuffix("/v1") for url in urls if url)
+    if urls == (HUB_TABLE,):  # derived from --engines
+        return ()
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            is_url = False
+        if not is_url:
+            raise ConfigError(
+                f"{_flag(key)} '{without_token(url)}' is not the URL of {_WITH_ARTICLE[kind]}",
+                fix=f"--{kind}-url http://127.0.0.1:PORT",
+            )
+    if len(set(urls)) < len(urls):
+        raise ConfigError(f"{_flag(key)} names an engine twice: {_shown(urls)}", fix="name each once")
+    return urls
 
 
 def _flag(key: str) -> str:
@@ -109,11 +123,11 @@ def unused_settings(config: RunConfig, given: frozenset[str]) -> tuple[str, ...]
     """Notes on --hub.* and --engine.* settings without effect, because that server runs already."""
     notes = []
     used = {"hub": ("hub.token_file",), "engine": ("engine.token_file", "engine.model")}
-    for kind, url in config.attached_urls.items():
+    for kind, urls in config.attached_urls.items():
         unused = sorted(key for key in given if key.startswith(f"{kind}.") and key not in used[kind])
         if unused:
             flags = ", ".join(_flag(key) for key in unused)
-            notes.append(f"no effect: {flags}; the {kind} at {shown_url(url)} keeps what it was started with")
+            notes.append(f"no effect: {flags}; the {kind} at {_shown(urls)} keeps what it was started with")
     return tuple(notes)
 
 
@@ -157,10 +171,15 @@ def attach(
     if not config.engine_url:
         return AttachedRun(config, notes=hub_notes, was_begun=was_begun)
     token = "" if tokens.engine is None else role_token(tokens.engine, "trainer")
-    engine = ServerProbe("engine", config.engine_url, token, ENGINE_TOKEN_VARIABLE, _REQUEST_S)
-    info = _ask(engine, "/health", "/bridge/info", BridgeInfo, say)
-    if last_step is None:
-        refuse_used_engine(config, info)
+    infos = {}
+    for url in config.engine_url:
+        engine = ServerProbe("engine", url, token, ENGINE_TOKEN_VARIABLE, _REQUEST_S)
+        infos[url] = _ask(engine, "/health", "/bridge/info", BridgeInfo, say)
+        if last_step is None:
+            refuse_used_engine(config, url, infos[url])
+    info = infos[config.first_engine_url]
+    for url, other in infos.items():
+        _refuse_other_kind(config.first_engine_url, info, url, other)
     config, decided, notes = settle_engine(choose_model(config, info, explicit), info, explicit)
     return AttachedRun(config, decided, (*hub_notes, *notes), info, was_begun)
 
@@ -232,11 +251,28 @@ def _refused(server: ServerProbe, path: str, answer: ProbeAnswer) -> ConfigError
     )
 
 
-def refuse_used_engine(config: RunConfig, info: BridgeInfo) -> None:
+def _refuse_other_kind(first: str, info: BridgeInfo, url: str, other: BridgeInfo) -> None:
+    """Several engines must serve the same policy, in the same number format."""
+    for what in ("dtype", "quantization", "has_lora"):
+        if getattr(info, what) != getattr(other, what):
+            raise ConfigError(
+                f"the engine at {shown_url(first)} has {what} {getattr(info, what)}, and the one at {shown_url(url)} "
+                f"{getattr(other, what)}",
+                fix="start all engines of a run with the same settings",
+            )
+    if not is_same_model(info.model_name, Path(other.model_name)):
+        raise ConfigError(
+            f"the engine at {shown_url(first)} serves {info.model_name}, and the one at {shown_url(url)} "
+            f"{other.model_name}",
+            fix="start all engines of a run with the same --model",
+        )
+
+
+def refuse_used_engine(config: RunConfig, url: str, info: BridgeInfo) -> None:
     """For a new run: until it is restarted, an engine takes the weights of one run (engines/api/context.py)."""
     if not config.train.mode.publishes:
         return
-    where = f"the engine at {shown_url(config.engine_url)}"
+    where = f"the engine at {shown_url(url)}"
     fix = "restart the engine, or leave --engine-url out: the run then starts one"
     if info.update_count:
         raise ConfigError(f"{where} serves policy version {info.update_count} of another run", fix=fix)
@@ -246,19 +282,19 @@ def refuse_used_engine(config: RunConfig, info: BridgeInfo) -> None:
 
 def choose_model(config: RunConfig, info: BridgeInfo, explicit: frozenset[str]) -> RunConfig:
     """The model of the engine if the user named none; another one is refused."""
-    served = Path(info.model_name)
+    served, where = Path(info.model_name), shown_url(config.first_engine_url)
     if LiveFolder(config.train).holds(served):  # this run restarted the engine with its own weights
         return config
     if "model" not in explicit:
         if not served.is_dir():
             raise ConfigError(
-                f"the engine at {shown_url(config.engine_url)} serves {served}, which is no folder of this machine",
+                f"the engine at {where} serves {served}, which is no folder of this machine",
                 fix="name the same model by --model",
             )
         return with_values(config, {"model": str(served)})
     if not is_same_model(config.model, served):
         raise ConfigError(
-            f"the engine at {shown_url(config.engine_url)} serves {served}, and the run is to train {config.model}",
+            f"the engine at {where} serves {served}, and the run is to train {config.model}",
             fix=f"--model {served}, or start the engine with --model {config.model}",
         )
     return config
@@ -278,7 +314,7 @@ def settle_engine(
         "engine.quantization": info.quantization,
         "engine.weights_file": None,
     }
-    where = shown_url(config.engine_url)
+    where = shown_url(config.first_engine_url)
     notes = [f"engine at {where}: {info.engine} {info.engine_version}, {info.dtype} on {info.device}"]
     chosen, note = _choose_weight_transfer(config, info)
     if note:
@@ -293,7 +329,7 @@ def settle_engine(
 
 def _choose_weight_transfer(config: RunConfig, info: BridgeInfo) -> tuple[dict[str, Any], str]:
     """Settings by which new weights reach an engine that this run did not start, and a note for the user."""
-    train, where = config.train, f"the engine at {shown_url(config.engine_url)}"
+    train, where = config.train, f"the engine at {shown_url(config.first_engine_url)}"
     if train.mode.adapters and not info.has_lora:
         raise ConfigError(
             f"{where} takes no adapters, which weight_bridge_mode {train.weight_bridge_mode} publishes",
@@ -306,7 +342,7 @@ def _choose_weight_transfer(config: RunConfig, info: BridgeInfo) -> tuple[dict[s
         )
     if not train.mode.in_memory and not train.single_copy:
         return {}, ""
-    is_here = is_loopback_host(urlsplit(config.engine_url).hostname or "")
+    is_here = is_loopback_host(urlsplit(config.first_engine_url).hostname or "")
     if info.shared_weights and is_here:
         return {}, ""
     why = f"{where} shares no weights" if is_here else f"{where} is on another machine"
@@ -332,7 +368,7 @@ def check_live_folder(config: RunConfig, info: BridgeInfo) -> None:
     root = Path(info.adapter_root)
     if not live.is_relative_to(root):
         raise ConfigError(
-            f"the engine at {shown_url(config.engine_url)} loads weights and adapters from {root} only, and this run "
-            f"writes them to {written}",
+            f"the engine at {shown_url(config.first_engine_url)} loads weights and adapters from {root} only, and this "
+            f"run writes them to {written}",
             fix=f"start it with treadle engine --adapter-root {written}, or give --train.live-path a folder in {root}",
         )

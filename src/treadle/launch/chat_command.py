@@ -16,6 +16,7 @@ from treadle.envs.chat_format import ChatTokenizer
 from treadle.errors import EngineError, ModelError, require
 from treadle.launch.folder import is_run, result_of
 from treadle.launch.machine import ANY_FREE, held_ports, port_of, read_machine_facts
+from treadle.launch.placement import LocalPlacement
 from treadle.launch.preflight import ending_on_sigterm, prepare_model
 from treadle.launch.process_plan import ProcessSpec, child_environment
 from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
@@ -76,7 +77,7 @@ def running_engine(model_folder: Path) -> Iterator[str]:
         argv = (facts.python, "-m", "treadle", "engine", "--model", str(model_folder), "--port", str(port))
         environment = child_environment(facts, threads=facts.num_cores, is_offline=True)
         stop = StopRequest()
-        supervisor = opened.enter_context(Supervisor(stop, listeners=listeners))
+        supervisor = opened.enter_context(Supervisor(stop, placement=LocalPlacement(listeners)))
         sys.stderr.write("starting the engine...\n")
         with stop.listening():
             supervisor.start([ProcessSpec("engine", argv, environment, log_path, f"{url}/health", 900.0)])

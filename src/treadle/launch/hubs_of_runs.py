@@ -24,6 +24,7 @@ from treadle.launch.machine import port_of
 from treadle.launch.process_plan import CONFIG_FILE
 from treadle.net.access_tokens import HUB_TOKEN_VARIABLE, role_token
 from treadle.net.address import HANDED_FD, is_loopback_host, take_port, url_to
+from treadle.store.choice import queue_file
 
 LOOPBACK = "127.0.0.1"
 MAX_HUBS = 4  # open hubs of finished runs; the least recently used one is ended
@@ -34,15 +35,14 @@ END_S = 2.0  # time to end before it is killed; it has nothing to save
 
 def recorded_hub(folder: Path, config: RunConfig, port: int) -> HubConfig:
     """Settings of a hub that serves the recorded groups of a run, on loopback only."""
-    moved = folder / config.hub.database.name
-    database = moved if moved.is_file() else config.hub.database
-    if not database.is_file():
+    database = queue_file(config.hub, folder)
+    if database is None and not config.hub.store:
         raise ConfigError(
-            f"the queue of this run is gone: {database}; its page cannot be served",
+            f"the queue of this run is gone: {config.hub.database}; its page cannot be served",
             fix=f"{program()} report {near(folder)} writes what is left into one file",
         )
-    own = {"host": LOOPBACK, "port": port, "database": database, "run_folder": folder, "fresh": False}
-    values = config.hub.model_dump() | own | {"validation_workers": 1}
+    own = {"host": LOOPBACK, "port": port, "run_folder": folder, "fresh": False, "validation_workers": 1}
+    values = config.hub.model_dump() | own | ({} if database is None else {"database": database})
     return parse(HubConfig, values, source=str(folder / CONFIG_FILE))
 
 

@@ -9,10 +9,10 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -21,7 +21,7 @@ from treadle.budget.command import show_what_fits
 from treadle.budget.shapes import read_shape
 from treadle.config import DEFAULT_MODEL
 from treadle.config.files import require_secrets
-from treadle.config.load import choose_steps, explicit_keys, keys_in, load_run, save_run
+from treadle.config.load import choose_steps, explicit_keys, keys_in, load_run, save_run, with_values
 from treadle.config.schema import RunConfig
 from treadle.errors import ConfigError, ModelError, ProcessDied, TreadleError, UserError, is_out_of_memory
 from treadle.formatting import counted
@@ -34,9 +34,12 @@ from treadle.launch.attachment import (
     unused_settings,
 )
 from treadle.launch.folder import save_versions
-from treadle.launch.machine import Listeners, held_ports, port_of, read_machine_facts
+from treadle.launch.machine import Listeners, held_ports, of_this_machine, port_of, read_machine_facts
+from treadle.launch.machines import describe_machines, facts_on, place_processes
 from treadle.launch.monitor import MemorySampler, RunMonitor
 from treadle.launch.mps import under_mps
+from treadle.launch.placement import Placement
+from treadle.launch.places import RunPlaces, on_machines, run_places
 from treadle.launch.preflight import (
     checked_resume,
     checked_start,
@@ -53,7 +56,7 @@ from treadle.launch.process_plan import (
     build_plan,
     server_addresses,
 )
-from treadle.launch.restarts import Progress, TrainerRestarts
+from treadle.launch.restarts import EngineRestarts, Progress, Replacements, TrainerRestarts
 from treadle.launch.supervisor import KILLED, Stopped, StopRequest, Supervisor
 from treadle.launch.view import RunPage, Screen, ViewState, choose_view, current_phase
 from treadle.net.address import shown_url, without_token
@@ -82,9 +85,18 @@ _FIXED_SETTINGS = (
 def start_run(config: RunConfig, *, plain: bool, open_page: bool = False) -> Summary:
     """Train to the end; `is_complete` of the summary is False if the user stopped it."""
     require_secrets(config.model_dump(mode="json"))  # of another run's config.json
+    with run_places(config) as places:
+        return _start_on(places, config, plain=plain, open_page=open_page)
+
+
+def _start_on(places: RunPlaces, config: RunConfig, *, plain: bool, open_page: bool) -> Summary:
     requested, explicit = config, explicit_keys(config)
-    with checked_start(config, explicit, _say) as ready:
+    config, placed = on_machines(config, explicit, places)
+    facts = facts_on(read_machine_facts({}), config, places.machines)
+    with checked_start(config, explicit | placed, _say, facts) as ready:
         config, listeners = ready
+        if config.hub.store:  # a new run begins with an empty queue; one that is in the database is renamed
+            config = with_values(config, {"hub.fresh": True})
         if "train.save_path" in explicit:
             note = run_folders.check_checkpoints(config.train.save_path, choose_steps(config, explicit))
             if note:
@@ -93,12 +105,13 @@ def start_run(config: RunConfig, *, plain: bool, open_page: bool = False) -> Sum
         attached = attach(config, explicit, tokens, _say)
         model_folder = prepare_model(attached.config.model)
         check_layers(attached.config.train, Path(model_folder))
-        plan_in = _planner(attached, model_folder, explicit, explicit, tokens, listeners)
+        plan_in = _planner(attached, model_folder, explicit, explicit, tokens, listeners, places, placed)
         plan_in(config.output)  # refuses contradicting settings before a folder is made
         folder = run_folders.create_run_folder(config.output, run_label(config))
         with run_folders.locked(folder):
             run_folders.save_request(requested, folder)
-            return _run(plan_in(folder), explicit, listeners, plain=plain, open_page=open_page)
+            placement = places.placement(listeners)
+            return _run(plan_in(folder), explicit, placement, plain=plain, open_page=open_page)
 
 
 def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open_page: bool = False) -> Summary:
@@ -113,7 +126,7 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open
         overrides = {"steps": steps, "train.steps": steps, **overrides}
     if "env.max_age" in overrides:
         overrides = {"max_age": overrides["env.max_age"], **overrides}
-    with run_folders.locked(folder):
+    with run_folders.locked(folder), ExitStack() as opened:
         # --hub.fresh applies to the start of a run: now the queue has its batches.
         config = load_run(folder / CONFIG_FILE, {**overrides, "hub.fresh": False})
         given = keys_in(config, overrides)
@@ -134,16 +147,19 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open
         require_secrets(config.model_dump(mode="json"))
         config = checked_resume(config)
         explicit = run_folders.requested_keys(folder) | given
+        places = opened.enter_context(run_places(config))
+        config, placed = on_machines(config, explicit, places)
         prepared = Path(config.engine.model)
-        with held_ports(server_addresses(config), explicit) as listeners:
+        with held_ports(of_this_machine(server_addresses(config)), explicit) as listeners:
             tokens = read_tokens(config)
             last_step = reader_of(config, folder).read().last_step
             attached = attach(config, explicit | {"model"}, tokens, _say, last_step)  # it keeps its model
             model_folder = str(prepared) if prepared.is_dir() else prepare_model(config.model)
-            plan = _planner(attached, model_folder, explicit, given, tokens, listeners)(folder)
+            plan = _planner(attached, model_folder, explicit, given, tokens, listeners, places, placed)(folder)
             run_folders.check_queue_exists(plan.config, folder, last_step)
             _say_repeated_steps(plan.config, last_step)
-            return _run(plan, explicit, listeners, plain=plain, open_page=open_page)
+            placement = places.placement(listeners)
+            return _run(plan, explicit, placement, plain=plain, open_page=open_page)
 
 
 def _check_same_queue(config: RunConfig, folder: Path) -> None:
@@ -169,10 +185,15 @@ def _planner(
     given: frozenset[str],
     tokens: AccessTokens,
     listeners: Listeners,
+    places: RunPlaces,
+    placed: frozenset[str],
 ) -> Callable[[Path], RunPlan]:
-    """A function that plans the run in a folder; `given`: keys of this command line."""
+    """A function that plans the run in a folder; `given`: keys of this command line; `placed`: keys that follow from
+    the machines."""
     model = attached.config.model
-    facts = read_machine_facts({name: port_of(listener) for name, listener in listeners.items()})
+    ports = {name: port for name, (_, port) in server_addresses(attached.config).items()}
+    ports |= {name: port_of(listener) for name, listener in listeners.items()}
+    facts = facts_on(read_machine_facts(ports), attached.config, places.machines)
 
     try:
         shape = read_shape(Path(model_folder) / "config.json")
@@ -186,7 +207,7 @@ def _planner(
             run_folder=folder,
             model_folder=model_folder,
             is_model_local=model == DEFAULT_MODEL or Path(model).expanduser().is_dir(),
-            explicit=explicit | attached.decided,
+            explicit=explicit | placed | attached.decided,
             tokens=tokens,
             notes=(*attached.notes, *unused_settings(attached.config, given)),
             shape=shape,
@@ -195,13 +216,19 @@ def _planner(
             check_live_folder(plan.config, attached.engine)
         config = attached.config
         settled = {*config.keys_of_envs("pace"), *config.keys_of_envs("group_size")}  # by preflight.py
-        chosen = (attached.derived | settled) - explicit
-        return replace(plan, is_env_last=attached.was_begun, derived=plan.derived | chosen)
+        chosen = (attached.derived | settled | placed) - explicit
+        processes = place_processes(plan.processes, places.machines)
+        notes = plan.notes
+        if config.cluster.scheduler != "local":
+            notes += describe_machines(processes, places.machines)
+        return replace(
+            plan, processes=processes, notes=notes, is_env_last=attached.was_begun, derived=plan.derived | chosen
+        )
 
     return plan_in
 
 
-def _run(plan: RunPlan, explicit: frozenset[str], listeners: Listeners, *, plain: bool, open_page: bool) -> Summary:
+def _run(plan: RunPlan, explicit: frozenset[str], placement: Placement, *, plain: bool, open_page: bool) -> Summary:
     """The caller holds the lock of the folder."""
     folder = plan.run_folder
     run_folders.remove_stale_weights(folder)
@@ -216,7 +243,7 @@ def _run(plan: RunPlan, explicit: frozenset[str], listeners: Listeners, *, plain
     for note in plan.notes:
         _say(note)
     earlier = load_summary(folder)
-    session = RunSession(plan, history, listeners)
+    session = RunSession(plan, history, placement)
     try:
         session.run(plain=plain, on_served=page.open if open_page else None)
     except TreadleError as error:
@@ -247,7 +274,7 @@ def _run(plan: RunPlan, explicit: frozenset[str], listeners: Listeners, *, plain
 class RunSession:
     """One session of a run: from start or resume until it is complete, stopped or failed."""
 
-    def __init__(self, plan: RunPlan, history: HistoryReader, listeners: Listeners = MappingProxyType({})) -> None:
+    def __init__(self, plan: RunPlan, history: HistoryReader, placement: Placement | None = None) -> None:
         self._plan = plan
         self._history = history
         self._begun = time.monotonic()
@@ -257,17 +284,27 @@ class RunSession:
         self._are_servers_started = False
         self._are_all_started = False
         self._stop = StopRequest()
-        restarts = TrainerRestarts(plan.config.train.max_restarts, self._progress, self._note_restart)
-        self._supervisor = Supervisor(
-            self._stop, on_tick=self._tick, listeners=listeners, on_wait=_say, restarts=restarts
-        )
-        self._memory = MemorySampler(lambda: self._supervisor.pids)
         self._monitor = RunMonitor(
             plan.watch_url,
             lambda: self._supervisor.pids,
             plan.run_folder / LOG_FOLDER,
             plan.config.stall_timeout_s,
         )
+        note_of_trainer = partial(self._note_restart, "trainer")
+        restarts = TrainerRestarts(plan.config.train.max_restarts, self._progress, note_of_trainer)
+        cluster, replacements = plan.config.cluster, None
+        if cluster.scheduler == "ray":
+            replacements = Replacements(cluster.max_restarts, self._progress, self._note_restart, self._has_published)
+        self._supervisor = Supervisor(
+            self._stop,
+            on_tick=self._tick,
+            placement=placement,
+            on_wait=_say,
+            restarts=restarts,
+            engine_restarts=self._engine_restarts() if plan.config.has_fleet else None,
+            replacements=replacements,
+        )
+        self._memory = MemorySampler(lambda: self._supervisor.pids)
         self._screen: Screen | None = None
 
     def run(self, *, plain: bool, on_served: Callable[[], None] | None = None) -> None:
@@ -296,7 +333,7 @@ class RunSession:
 
     def _has_published(self) -> bool:
         """Whether the trainer of this session has reported a published version to the hub; it registers before that."""
-        own = self._supervisor.pids.get("trainer")
+        own = self._supervisor.reported_pid("trainer")
         reports = [standing.report for standing in self._monitor.status.standings]
         return any(report.pid == own and report.policy_version is not None for report in reports)
 
@@ -304,11 +341,19 @@ class RunSession:
         saved = run_folders.newest_checkpoint(self._plan.config.train.save_path)
         return Progress(self._history.read().last_step, saved)
 
-    def _note_restart(self, text: str) -> None:
+    def _note_restart(self, name: str, text: str) -> None:
         self._monitor.note_restart(text)
-        trainer = next(spec for spec in self._plan.processes if spec.kind == "trainer")
-        with trainer.log_path.open("a") as log:
+        spec = next(spec for spec in self._plan.processes if spec.name == name)
+        with spec.log_path.open("a") as log:
             log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} WARNING launcher restart {text}\n")
+
+    def _engine_restarts(self) -> EngineRestarts:
+        def has_loaded(name: str, pid: int | None) -> bool:
+            reports = [standing.report for standing in self._monitor.status.standings]
+            own = [report for report in reports if report.name == name and pid in (None, report.pid)]
+            return any(report.serves is not None for report in own)
+
+        return EngineRestarts(self._monitor.note_restart, has_loaded)
 
     def _check_hub(self) -> None:
         """A run whose queue was deleted has failed: its groups are lost, and it cannot be resumed."""
@@ -323,11 +368,12 @@ class RunSession:
             )
 
     def outcome(self) -> Outcome:
+        is_here = self._plan.config.cluster.scheduler == "local"  # else only the launcher's memory is known
         return Outcome(
             self._is_complete,
             time.monotonic() - self._begun,
-            self._memory.peak_bytes,
-            dict(self._memory.peak_by_process),
+            self._memory.peak_bytes if is_here else 0,
+            dict(self._memory.peak_by_process) if is_here else {},
             self._monitor.status.alarms,
             self._monitor.status.findings,
             self.last_words,

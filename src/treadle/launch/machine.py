@@ -6,6 +6,7 @@ belong to another program a moment later, and the run would talk to that one.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -131,6 +132,20 @@ def find_port(host: str) -> int:
         port = random.randrange(_FIRST_FREE_PORT, max(lowest, _FIRST_FREE_PORT + 1000))  # noqa: S311
         if not is_port_busy(host, port):
             return port
+
+
+def of_this_machine(addresses: Mapping[str, tuple[str, int]]) -> dict[str, tuple[str, int]]:
+    """Those that a server can listen on here."""
+    return {name: (host, port) for name, (host, port) in addresses.items() if not _is_elsewhere(host)}
+
+
+def _is_elsewhere(host: str) -> bool:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, ANY_FREE))
+    except OSError as error:
+        return error.errno == errno.EADDRNOTAVAIL
+    return False
 
 
 def port_of(listener: socket.socket) -> int:

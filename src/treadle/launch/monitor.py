@@ -44,7 +44,7 @@ class RunStatus:
     now        what is waited for now, in a few words
     notes      explanations of current problems and long waits; empty while every wait is normal
     alarms     late waits and silent processes, once each
-    restarts   of the trainer, once each: a line with the reason, and the last lines of the log
+    restarts   of processes, once each: a line with the reason; of the trainer also the last lines of the log
     findings   problems that processes reported about their work, once each
     standings  the processes, as the hub knows them
     generated_tok_s  sampled tokens per second of all engines; None: not known yet

@@ -27,12 +27,13 @@ from treadle.envs.serving.assignment import choose_pace
 from treadle.errors import ConfigError, ModelError, Problems
 from treadle.launch.attachment import merge_addresses
 from treadle.launch.folder import check_disk_space
-from treadle.launch.machine import Listeners, held_ports, read_machine_facts
+from treadle.launch.machine import Listeners, MachineFacts, held_ports, of_this_machine
 from treadle.launch.process_plan import AccessTokens, server_addresses
 from treadle.launch.ranks import choose_layout
 from treadle.net.access_tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, read_secret
 from treadle.net.address import shown_url
-from treadle.store.file import real_path, refuse_locked
+from treadle.store.choice import check_store
+from treadle.store.file import real_path
 from treadle.sync.model_folders import find_model
 from treadle.train.requirements import check_trainer
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
@@ -42,7 +43,9 @@ Say = Callable[[str], None]
 
 
 @contextmanager
-def checked_start(config: RunConfig, explicit: frozenset[str], say: Say) -> Iterator[tuple[RunConfig, Listeners]]:
+def checked_start(
+    config: RunConfig, explicit: frozenset[str], say: Say, facts: MachineFacts
+) -> Iterator[tuple[RunConfig, Listeners]]:
     """The completed settings of a new run, and its ports, which are reserved until the block ends."""
     problems = Problems()
     with problems.collected():
@@ -53,7 +56,7 @@ def checked_start(config: RunConfig, explicit: frozenset[str], say: Say) -> Iter
         config = merge_addresses(config, explicit)
     placed = config
     with problems.collected():  # before a model is downloaded; its shape decides only what nobody chose
-        layout = choose_layout(config, read_machine_facts({}), explicit)
+        layout = choose_layout(config, facts, explicit)
         placed = with_values(config, layout.settings)
     if has_environment:  # else the defaults of the environment are unknown
         with problems.collected():
@@ -70,13 +73,16 @@ def checked_start(config: RunConfig, explicit: frozenset[str], say: Say) -> Iter
     with problems.collected():
         check_trainer(config.train, os.environ, _local_model(config, problems))
     with problems.collected():
+        if config.hub.store and not config.hub_url:
+            check_store(config.hub)
+    with problems.collected():
         warning = check_disk_space(config.output)
         if warning:
             say(f"warning: {warning}")
     with ExitStack() as held:
         listeners: Listeners = {}
         with problems.collected():  # before a model is downloaded
-            listeners = held.enter_context(held_ports(server_addresses(config), explicit))
+            listeners = held.enter_context(held_ports(of_this_machine(server_addresses(config)), explicit))
         problems.raise_all()
         yield config, listeners
 
@@ -95,7 +101,7 @@ def checked_resume(config: RunConfig) -> RunConfig:
         _check_engine(config)
     with problems.collected():
         if not config.hub_url:
-            refuse_locked(config.hub.database)
+            check_store(config.hub)
     with problems.collected():
         prepared = Path(config.engine.model)
         check_trainer(config.train, os.environ, prepared if prepared.is_dir() else None)
@@ -211,11 +217,11 @@ def run_label(config: RunConfig) -> str:
 def read_tokens(config: RunConfig) -> AccessTokens:
     """The tokens of hub and engine for the processes that call them. Missing token files are created."""
     hub, engine, env = config.hub, config.engine, os.environ
-    for kind, url in config.attached_urls.items():
+    for kind, urls in config.attached_urls.items():
         file = {"hub": hub.token_file, "engine": engine.token_file}[kind]
         if file is not None and not file.exists():
             raise ConfigError(
-                f"there is no token file {file}, and the {kind} at {shown_url(url)} runs already",
+                f"there is no token file {file}, and the {kind} at {' '.join(map(shown_url, urls))} runs already",
                 fix=f"name the file that it was started with: --{kind}.token-file FILE",
             )
     return AccessTokens(

@@ -30,12 +30,14 @@ from treadle.config.load import (
     with_values,
 )
 from treadle.config.schema import SECTIONS_OF_PROCESS, RunConfig
+from treadle.config.section import HUB_TABLE
 from treadle.config.train import FLOAT32_LR
 from treadle.errors import ConfigError
 from treadle.launch.machine import SHARED_MEMORY, MachineFacts
 from treadle.launch.ranks import GpuLayout, choose_layout, name_of_rank, rank_variables
 from treadle.net.access_tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, ClientRole, role_token
 from treadle.net.address import is_loopback_host, url_to, without_token
+from treadle.store.choice import RUN_FILE
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
 
 CONFIG_FILE = "config.json"
@@ -92,6 +94,7 @@ class ProcessSpec:
     log_path: Path
     ready_url: str | None = None
     ready_timeout_s: float = 120.0
+    node: int = 0  # of the machines of the run
 
     @property
     def kind(self) -> str:
@@ -144,15 +147,15 @@ def build_plan(
     config = with_values(config, ages)
     ports = facts.ports
     hub_url = config.hub_url or url_to(config.hub.host, ports["hub"])
-    engine_url = config.engine_url or url_to(config.engine.host, ports["engine"])
+    engine_urls = config.engine_url or tuple(url_to(config.engine.host, ports[name]) for name in engine_names(config))
     is_side_by_side = any(env.max_age >= 1 for env in config.environments)
     threads = max(1, facts.num_cores // 2) if is_side_by_side else facts.num_cores
     longest = longest_sequence(config, explicit)
     derived = {
-        "hub.database": run_folder / "hub.sqlite",
+        "hub.database": run_folder / RUN_FILE,
         "engine.hub_url": hub_url,
         "hub.run_folder": run_folder,
-        "engine.threads": threads,
+        "engine.threads": max(1, threads // max(1, config.engines)),
         "engine.max_model_len": longest,
         "engine.max_num_seqs": concurrent_sequences(config, explicit),
         "train.seq_len": longest,
@@ -164,11 +167,11 @@ def build_plan(
         "train.metrics_file": run_folder / "metrics.jsonl",
     }
     settled: dict[str, Any] = {
-        **{f"{server}.port": port for server, port in ports.items()},
+        **{f"{server}.port": port for server, port in ports.items() if server in ("hub", "engine")},
         "train.hub_url": hub_url,
         **dict.fromkeys(config.keys_of_envs("hub_url"), hub_url),
-        "train.engine_url": engine_url,
-        "openai.base_url": f"{engine_url}/v1",
+        "train.checkpoint_url": _own_folder(config.train.checkpoint_url, run_folder),
+        **_engines_of(config, engine_urls, hub_url),
         "engine.model": model_folder,
         "train.model": model_folder,
         "openai.model": model_folder,
@@ -180,11 +183,26 @@ def build_plan(
     of_this_run = ((derived | ages | dict(layout.settings)).keys() - explicit) | (settled.keys() - given_too)
     resolved = with_values(config, {k: v for k, v in derived.items() if k not in explicit} | settled)
     resolved.check_mix()
-    specs = _processes(resolved, facts, run_folder, (hub_url, engine_url), tokens, is_offline=is_model_local)
+    specs = _processes(resolved, facts, run_folder, (hub_url, *engine_urls), tokens, is_offline=is_model_local)
     observer_token = "" if tokens.hub is None else role_token(tokens.hub, "observer")
     if config.train.unused_name:
         notes = (*notes, respell_flags("run", config.train.unused_name, "train"))
     return RunPlan(resolved, run_folder, specs, hub_url, notes, observer_token, derived=frozenset(of_this_run))
+
+
+def engine_names(config: RunConfig) -> list[str]:
+    """The processes of the engines that the run starts: ["engine", "engine-1"]."""
+    if config.engine_url:
+        return []
+    return [f"engine-{place}" if place else "engine" for place in range(config.engines)]
+
+
+def _engines_of(config: RunConfig, urls: tuple[str, ...], hub_url: str) -> dict[str, Any]:
+    """How trainer and environments find the engines: by the URL of the only one, else in the hub's table."""
+    if not config.has_fleet:
+        return {"train.engine_url": urls, "openai.base_url": f"{urls[0]}/v1"}
+    joined: dict[str, Any] = {} if config.engine_url else {"engine.join": hub_url}
+    return joined | {"train.engine_url": config.engine_url or HUB_TABLE, "openai.base_url": HUB_TABLE}
 
 
 def _of_environments(config: RunConfig, run_folder: Path, explicit: frozenset[str]) -> dict[str, Any]:
@@ -244,7 +262,7 @@ def choose_by_processor(
             notes[-1] += f"; learning rate {FLOAT32_LR:g} for it"
             values["train.lr"] = FLOAT32_LR
     # In parallel each would have half of the cores, wait for the other, and train on older samples.
-    is_elsewhere = bool(config.engine_url) and not is_loopback_host(urlsplit(config.engine_url).hostname or "")
+    is_elsewhere = bool(config.engine_url) and not is_loopback_host(urlsplit(config.first_engine_url).hostname or "")
     are_both_here = is_cpu(config.engine.device) and is_cpu(config.train.device) and not is_elsewhere
     if config.max_age is None:
         keys = config.keys_of_envs("max_age")
@@ -283,6 +301,12 @@ def spread_max_age(config: RunConfig, explicit: frozenset[str]) -> dict[str, Any
     return {**of_envs, "train.max_age": leased_ahead, **bound}
 
 
+def _own_folder(checkpoint_url: str, run_folder: Path) -> str:
+    """Below the URL that several runs may have."""
+    parent = checkpoint_url.removesuffix(f"/{run_folder.name}").rstrip("/")
+    return f"{parent}/{run_folder.name}" if parent else ""
+
+
 def engine_of_mode(
     config: RunConfig, run_folder: Path, facts: MachineFacts, explicit: frozenset[str], layout: GpuLayout
 ) -> dict[str, Any]:
@@ -306,28 +330,29 @@ def engine_of_mode(
 
 def server_addresses(config: RunConfig) -> dict[str, tuple[str, int]]:
     """Host and port of each server that the run starts."""
-    addresses = {"hub": (config.hub.host, config.hub.port), "engine": (config.engine.host, config.engine.port)}
-    return {server: address for server, address in addresses.items() if server not in config.attached_urls}
+    addresses = {} if config.hub_url else {"hub": (config.hub.host, config.hub.port)}
+    engines = {name: (config.engine.host, config.engine.port + n) for n, name in enumerate(engine_names(config))}
+    return addresses | engines
 
 
 def _processes(
     config: RunConfig,
     facts: MachineFacts,
     run_folder: Path,
-    urls: tuple[str, str],
+    urls: tuple[str, ...],
     tokens: AccessTokens,
     *,
     is_offline: bool,
 ) -> tuple[ProcessSpec, ...]:
-    hub_url, engine_url = urls
+    hub_url, *engine_urls = urls
     ranks = config.train.ranks
     settings = config.model_dump(mode="json")
 
     def spec(
         name: str, *verb: str, threads: int, ready_url: str | None = None, timeout_s: float = 60.0, kind: str = "",
-        rank: int = 0,
+        rank: int = 0, flags: tuple[str, ...] = (),
     ) -> ProcessSpec:  # fmt: skip
-        argv = (facts.python, "-m", "treadle", *verb, "--config", str(run_folder / CONFIG_FILE))
+        argv = (facts.python, "-m", "treadle", *verb, "--config", str(run_folder / CONFIG_FILE), *flags)
         argv += ("--trainer-rank", str(rank)) if rank else ()
         environment = {
             **child_environment(facts, threads=threads, is_offline=is_offline),
@@ -342,12 +367,23 @@ def _processes(
     specs = (
         spec("hub", "hub", threads=1, ready_url=f"{hub_url}/healthz"),
         # Loading a large model from a cold disk takes minutes.
-        spec("engine", "engine", threads=engine_threads, ready_url=f"{engine_url}/health", timeout_s=900.0),
+        *(
+            spec(
+                name,
+                "engine",
+                threads=engine_threads,
+                ready_url=f"{url}/health",
+                timeout_s=900.0,
+                kind="engine",
+                flags=("--name", name, "--port", str(facts.ports[name])) if config.has_fleet else (),
+            )
+            for name, url in zip(engine_names(config), engine_urls, strict=False)
+        ),
         *(spec(process_of(label), "env", label, "serve", threads=1, kind="env") for label in labels_of(config.envs)),
         *(() if config.envs else (spec("env", "env", config.env.name, "serve", threads=1),)),
         *(spec(name_of_rank(n), "train", threads=train_threads, kind="trainer", rank=n) for n in range(ranks)),
     )
-    return tuple(process for process in specs if process.name not in config.attached_urls)
+    return tuple(process for process in specs if process.kind != "hub" or not config.hub_url)
 
 
 def child_environment(facts: MachineFacts, *, threads: int, is_offline: bool) -> dict[str, str]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from treadle.budget.placement import (
-    OWN_GPU_SHARE,
     UNKNOWN_DEMAND,
     EngineDemand,
     GpuWishes,
@@ -19,6 +18,7 @@ from treadle.budget.placement import (
     as_ranges,
     choose_placement,
     name_gpus,
+    settings_on_own_gpus,
 )
 from treadle.budget.shapes import ModelShape
 from treadle.config.load import concurrent_sequences, longest_sequence
@@ -53,9 +53,15 @@ def choose_layout(
     """GPUs for the engine and the trainer ranks; `shape`: of the model, None if it is not known."""
     wishes = _wishes(config, explicit)
     _check_there(facts, wishes)
-    unplaced = {} if config.engine_url else {key: value for key, value in _UNPLACED.items() if key not in explicit}
+    starts_engine = not config.engine_url and config.engines > 0
+    if config.engines > 1 and starts_engine and facts.gpus and config.engine.device in ("auto", "cuda"):
+        raise ConfigError(
+            f"--engines {config.engines}: the GPUs of this machine are given to one engine and the trainer",
+            fix="--engines 0, and for each engine: treadle engine --gpus N --join HUB",
+        )
+    unplaced = {} if not starts_engine else {key: value for key, value in _UNPLACED.items() if key not in explicit}
     devices = (config.engine.device, config.train.device)
-    if not facts.gpus or config.engine_url or any(device not in ("auto", "cuda") for device in devices):
+    if not facts.gpus or not starts_engine or any(device not in ("auto", "cuda") for device in devices):
         return _trainer_alone(config, facts, wishes, unplaced)
     sizes = [gpu.num_bytes for gpu in facts.gpus]
     demand = UNKNOWN_DEMAND
@@ -75,8 +81,7 @@ def choose_layout(
         "train.ranks": placement.ranks,
     }
     if not placement.is_shared:
-        own = {"engine.gpu_memory_utilization": OWN_GPU_SHARE, "train.use_shared_memory": config.train.mode.in_memory}
-        settings |= {key: value for key, value in own.items() if key in unplaced}
+        settings |= settings_on_own_gpus(config, explicit)
     return GpuLayout(settings, (str(placement),), placement)
 
 

@@ -1,15 +1,16 @@
-"""Start the trainer ranks again after one has crashed: which ended first, whether to restart, and where ranks meet.
+"""Decide about restarts of trainer ranks, engines of a fleet and other processes; find a port where ranks meet.
 
 one rank dies ──> its connections close ──> the others end with an error, or are killed after RANKS_END_S
               ──> all ranks start again from the last checkpoint, at most `max_restarts` times in a run
 
-A run is not restarted after an error that has a remedy, after a lack of memory, or when the ranks crash again before
-they have taken a further step.
+The trainer is not restarted after an error that has a remedy, after a lack of memory, or when the ranks crash again
+before they have taken a further step.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,8 @@ from treadle.launch.process_plan import ProcessSpec
 
 RANKS_END_S = 10.0  # for the other ranks to end by themselves
 SETTLE_S = 0.5
+MAX_FAILED_STARTS = 6  # of an engine, in a row
+LONGEST_PAUSE_S = 30.0
 NUM_QUOTED_LINES = 5
 _USER_ERROR_CODE = 2
 _LOST_OTHERS = re.compile(r"^rank \d+ of \d+ (lost (the others|rank)|did not find the others)\b")
@@ -117,6 +120,72 @@ class TrainerRestarts:
             f"{first.name} died after step {now.step}: {reason}; {what} again from {whence} "
             f"(restart {self._num_restarts} of {self._max_restarts})"
         )
+
+
+# ---- engines
+
+
+class EngineRestarts:
+    """When to start an engine of a fleet again that has ended. The pause grows while it ends again before it has
+    loaded its model; the run goes on with the other engines, and waits if there are none. `say` gets a line about each;
+    `has_loaded`: whether the engine of this name and pid (None: on another machine) ever had."""
+
+    def __init__(self, say: Callable[[str], None], has_loaded: Callable[[str, int | None], bool]) -> None:
+        self._say = say
+        self._has_loaded = has_loaded
+        self._num_failed: dict[str, int] = {}  # starts in a row
+
+    def pause_s(self, name: str, pid: int | None, end: str) -> float | None:
+        """Seconds until its next start; None: it is not started again."""
+        failed = 0 if self._has_loaded(name, pid) else self._num_failed.get(name, 0) + 1
+        self._num_failed[name] = failed
+        if failed >= MAX_FAILED_STARTS:
+            self._say(f"{name} ended {failed} times in a row before it had loaded ({end}); it is not started again")
+            return None
+        pause_s = min(2.0**failed, LONGEST_PAUSE_S)
+        self._say(f"{name} ended ({end}); it starts again in {pause_s:.0f} s, receives the weights and proves them")
+        return pause_s
+
+
+# ---- other processes, and engines without a fleet
+
+
+class Replacements:
+    """Counts the restarts of environments, engine and hub, for each its own, by the same rules. `say` gets the name of
+    the process and a line; `has_published`: whether the trainer that runs now has published its weights."""
+
+    def __init__(
+        self,
+        max_restarts: int,
+        progress: Callable[[], Progress],
+        say: Callable[[str, str], None],
+        has_published: Callable[[], bool],
+    ) -> None:
+        self.has_published = has_published
+        self._max_restarts = max_restarts
+        self._progress = progress
+        self._say = say
+        self._last: dict[str, Progress] = {}
+        self._num_restarts: Counter[str] = Counter()
+
+    def refusal(self, ends: Sequence[RankEnd]) -> str:
+        """Why the processes are not started again; "": they are, and it is announced."""
+        now = self._progress()
+        for end in ends:
+            restarts = counted(self._num_restarts[end.name], "restart")
+            if not end.is_crash:
+                return "a new start would end in the same way"
+            if self._num_restarts[end.name] >= self._max_restarts:
+                return f"{end.name} ended again after {restarts} (--cluster.max-restarts {self._max_restarts})"
+            if end.name in self._last and not now.has_moved_since(self._last[end.name]):
+                return f"{end.name} ended again after {restarts}, before a further step was taken"
+        for end in ends:
+            self._last[end.name] = now
+            self._num_restarts[end.name] += 1
+            count = f"restart {self._num_restarts[end.name]} of {self._max_restarts}"
+            reason = end.message.partition("\n")[0] or end.exit
+            self._say(end.name, f"{end.name} died after step {now.step}: {reason}; it starts again ({count})")
+        return ""
 
 
 # ---- where ranks meet

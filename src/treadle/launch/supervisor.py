@@ -3,7 +3,7 @@
 start some -> wait until ready -> start the rest -> watch ----> complete ----> stop
                      |                               |                          ^
                      +-- one dies: end of its log ---+-- Ctrl-C ----------------+
-                         (trainer ranks: restarts.py)
+                         (trainer ranks and engines of a fleet: restarts.py)
 """
 
 from __future__ import annotations
@@ -11,21 +11,27 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import FrameType
 
 from treadle.background import awake_s
 from treadle.errors import ProcessDied, TreadleError, UserError
-from treadle.launch.machine import Listeners
+from treadle.launch.placement import LocalPlacement, Placement
 from treadle.launch.process_plan import ProcessSpec
-from treadle.launch.restarts import RANKS_END_S, SETTLE_S, RankEnd, TrainerRestarts, first_of, with_rendezvous
-from treadle.net.address import HANDED_FD
+from treadle.launch.restarts import (
+    RANKS_END_S,
+    SETTLE_S,
+    EngineRestarts,
+    RankEnd,
+    Replacements,
+    TrainerRestarts,
+    first_of,
+    with_rendezvous,
+)
 from treadle.net.probe import answers_ok
 
 # Order of waiting for the end of processes, and seconds for each; what is left then is killed. The trainer has the
@@ -46,52 +52,41 @@ _STACK_LINE = re.compile(r'(  File ".*", line \d+ in |(Current thread|Thread) 0x
 
 
 class ChildProcess:
-    """A child in a session of its own: Ctrl-C in the terminal reaches only the launcher, which stops them in order."""
+    """A process of the run, and the part of its log that it has written since it was started."""
 
-    def __init__(self, spec: ProcessSpec, listener: socket.socket | None = None) -> None:
-        """`listener` is passed to the child and closed here, so that its port is free when the child ends."""
+    def __init__(self, spec: ProcessSpec, placement: Placement) -> None:
         self.spec = spec
         self._was_asked_to_end = False
-        handed = {} if listener is None else {HANDED_FD: listener.fileno()}
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_start = spec.log_path.stat().st_size if spec.log_path.exists() else 0
-        with spec.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                spec.argv,
-                env={**spec.env, **{name: str(number) for name, number in handed.items()}},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=tuple(handed.values()),
-            )
-        if listener is not None:
-            listener.close()
+        self._handle = placement.start(spec)
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def pid(self) -> int | None:
+        """None if it is not on this machine."""
+        return self._handle.pid
+
+    @property
+    def reported_pid(self) -> int | None:
+        """By which it reports to the hub; None if that is not known."""
+        return self._handle.reported_pid
 
     def poll(self) -> int | None:
-        """The exit code, or None while it runs. When it has ended, the rest of its process group is killed."""
-        if self._process.returncode is None and self._process.poll() is not None:
-            self._signal_group(signal.SIGKILL)
-        return self._process.returncode
+        """The exit code, or None while it runs."""
+        return self._handle.poll()
 
     def terminate(self) -> None:
         """Send SIGTERM, once, to it alone; it stops its own children."""
         if self.poll() is None and not self._was_asked_to_end:
             self._was_asked_to_end = True
-            self._process.send_signal(signal.SIGTERM)
+            self._handle.terminate()
 
     def kill(self) -> None:
-        """Kill it and its process group."""
-        if self.poll() is None:
-            self._signal_group(signal.SIGKILL)
-            self._process.wait()
+        """Kill it and what it has started."""
+        self._handle.kill()
 
     def rank_end(self) -> RankEnd:
-        """How this trainer rank ended."""
+        """How this process ended."""
         tail = tail_of(self.spec.log_path, start=self._log_start)
         has_own = any(map(_OWN_ERROR.match, tail))
         code = self.poll() or 0
@@ -109,12 +104,6 @@ class ChildProcess:
             f"{self.spec.name} {why or 'died'} ({describe_exit(code)}){note}; the end of its log:\n{quoted}",
             fix=f"the whole log is {self.spec.log_path}",
         )
-
-    def _signal_group(self, number: signal.Signals) -> None:
-        try:
-            os.killpg(self.pid, number)
-        except (ProcessLookupError, PermissionError):
-            return  # the group is empty, or not of this user
 
 
 def tail_of(path: Path, *, start: int = 0, num_lines: int = NUM_TAIL_LINES) -> list[str]:
@@ -202,21 +191,28 @@ class Supervisor:
         on_tick: Callable[[], None] = lambda: None,
         stop_order: Sequence[tuple[str, float]] = STOP_ORDER,
         grace_s: float = 120.0,
-        listeners: Listeners = MappingProxyType({}),
+        placement: Placement | None = None,
         on_wait: Callable[[str], None] = lambda _: None,
         say_every_s: float = SAY_EVERY_S,
         restarts: TrainerRestarts | None = None,
+        engine_restarts: EngineRestarts | None = None,
+        replacements: Replacements | None = None,
     ) -> None:
-        """`listeners`: sockets of servers among the children, by name; passed to them when they start. `restarts`:
-        decides whether trainer ranks that crashed are started again; None: never."""
+        """`placement`: where processes are started; None: on this machine. `restarts`: decides whether trainer ranks
+        that crashed are started again, `engine_restarts` when engines are that have served, and `replacements` whether
+        other processes are; None: never."""
         self._stop = stop
         self._on_tick = on_tick
         self._stop_order = stop_order
         self._grace_s = grace_s
-        self._listeners = listeners
+        self._placement = placement or LocalPlacement()
         self._on_wait = on_wait
         self._say_every_s = say_every_s
         self._restarts = restarts
+        self._engine_restarts = engine_restarts
+        self._engine_starts: dict[str, float | None] = {}  # when engines that ended start again; None: never
+        self._have_served: set[str] = set()  # engines that were ready once
+        self._replacements = replacements
         self._children: dict[str, ChildProcess] = {}
 
     def __enter__(self) -> Supervisor:
@@ -227,16 +223,20 @@ class Supervisor:
 
     @property
     def pids(self) -> Mapping[str, int]:
-        return {
-            name: child.pid for name, child in dict(self._children).items()
-        }  # a copy, because other threads read it
+        """Of the processes on this machine."""
+        children = dict(self._children)  # a copy, because other threads read it
+        return {name: child.pid for name, child in children.items() if child.pid is not None}
+
+    def reported_pid(self, name: str) -> int | None:
+        child = self._children.get(name)
+        return None if child is None else child.reported_pid
 
     def start(self, specs: Sequence[ProcessSpec]) -> None:
         """Start these together, and return when all are ready."""
         begun = awake_s()
         waiting = []
         for spec in with_rendezvous(specs):
-            self._children[spec.name] = ChildProcess(spec, self._listeners.get(spec.name))
+            self._children[spec.name] = ChildProcess(spec, self._placement)
             waiting.append(self._children[spec.name])
         next_look = begun
         while waiting:
@@ -248,6 +248,7 @@ class Supervisor:
             late = [c for c in waiting if awake_s() - begun > c.spec.ready_timeout_s]
             if late:
                 raise late[0].exit_error(f"was not ready after {late[0].spec.ready_timeout_s:.0f} s")
+        self._have_served.update(spec.name for spec in specs)
 
     def wait(self, is_over: Callable[[], bool]) -> None:
         """Return when `is_over` or when a worker has ended with exit code 0; raise if a process fails or ends early."""
@@ -312,15 +313,59 @@ class Supervisor:
         if self._stop.count:
             raise Stopped
         ended = [child for child in self._children.values() if child.poll() is not None]
-        for child in ended:
-            if child.poll() != 0 and child.spec.kind != "trainer":
-                raise child.exit_error()
-            if child.spec.serves:
-                raise child.exit_error("ended before its time")
+        ended = [child for child in ended if not self._starts_again(child)]
+        crashed = [c for c in ended if c.spec.kind != "trainer" and (c.poll() != 0 or c.spec.serves)]
+        if crashed:
+            self._replace(crashed)
+            return []
         if any(child.poll() != 0 for child in ended):  # only of the trainer by now
             self._restart_trainer()
             return [child for child in ended if child.spec.kind != "trainer"]
         return ended
+
+    def _starts_again(self, child: ChildProcess) -> bool:
+        """Whether this child that has ended is an engine of a fleet, which starts again, now or later. The end of one
+        that never served, or of the last one that is not started again, is an error."""
+        name = child.spec.name
+        if self._engine_restarts is None or child.spec.kind != "engine" or name not in self._have_served:
+            return False
+        if name not in self._engine_starts:
+            pause_s = self._engine_restarts.pause_s(name, child.pid, describe_exit(child.poll()))
+            self._engine_starts[name] = None if pause_s is None else awake_s() + pause_s
+        due_s = self._engine_starts[name]
+        if due_s is None:
+            engines = [other.spec.name for other in self._children.values() if other.spec.kind == "engine"]
+            return any(self._engine_starts.get(engine, 0.0) is not None for engine in engines)
+        if awake_s() >= due_s:
+            del self._engine_starts[name]
+            self._children[name] = ChildProcess(child.spec, self._placement)
+        return True
+
+    def _replace(self, crashed: list[ChildProcess]) -> None:
+        """Start processes again that are no trainers; raises why the first ended, if that is refused.
+
+        A new engine has the weights of its model: the trainer starts again too (also one that has ended well) and
+        publishes, then the environments. Their own ends may follow from that of the engine, so they do not count.
+        """
+        is_engine = any(child.spec.kind == "engine" for child in crashed)
+        causes = [child for child in crashed if child.spec.kind != "env" or not is_engine]
+        replacements, first = self._replacements, causes[0]
+        refusal = "" if replacements is None else replacements.refusal([child.rank_end() for child in causes])
+        if replacements is None or refusal:
+            why = "" if first.poll() != 0 else "ended before its time"
+            raise first.exit_error(why, f", not started again: {refusal}" if refusal else "")
+        running = [child for child in self._children.values() if child not in crashed]
+        callers = [c for c in running if c.spec.kind == "trainer" or (c.spec.kind == "env" and c.poll() is None)]
+        again = [*crashed, *(callers if is_engine else ())]
+        for child in again:
+            child.kill()
+            del self._children[child.spec.name]
+        specs = [child.spec for child in again]
+        self.start([spec for spec in specs if spec.kind not in ("trainer", "env")])
+        self.start([spec for spec in specs if spec.kind == "trainer"])
+        if is_engine:
+            self.wait(replacements.has_published)
+        self.start([spec for spec in specs if spec.kind == "env"])
 
     def _restart_trainer(self) -> None:
         """Start all ranks again after one has failed; raises why the first failed, if that is refused."""
@@ -330,14 +375,16 @@ class Supervisor:
             child.kill()
         for child in self._children.values():  # its end may be what the ranks failed by
             if child.poll() and child not in failed and child.spec.name not in ranks:
-                raise child.exit_error()
+                if self._replacements is None:
+                    raise child.exit_error()
+                return  # it is replaced next, and with an engine the ranks; else they are looked at again
         ends = [child.rank_end() for child in failed]
         first = ranks[first_of(ends).name]
         refusal = "restarts are off" if self._restarts is None else self._restarts.refusal(ends, len(ranks))
         if refusal:
             raise first.exit_error(note=f", not started again: {refusal}" if self._restarts else "")
         for spec in with_rendezvous(child.spec for child in ranks.values()):
-            self._children[spec.name] = ChildProcess(spec)
+            self._children[spec.name] = ChildProcess(spec, self._placement)
 
     def _wait_for_ranks(self, ranks: Sequence[ChildProcess]) -> list[ChildProcess]:
         """The ranks that failed by themselves, in the order in which their ends were seen. Other processes have

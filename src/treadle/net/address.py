@@ -24,6 +24,11 @@ def shown_url(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
 
+def shown_store(url: str) -> str:
+    """`postgresql://hub:secret@db.example/run?sslmode=require` -> `postgresql://db.example/run`."""
+    return shown_url(url) + urlsplit(url).path
+
+
 def without_token(url: str) -> str:
     """`http://HOST:PORT/t/TOKEN` -> `http://HOST:PORT`."""
     return _TOKEN_IN_URL.sub("", url)

@@ -26,7 +26,7 @@ log = get_logger("http")
 class HttpLimits:
     """`HttpLimits(max_connections=200)`. The defaults suit every client that we know of."""
 
-    max_connections: int = 1000  # one more is answered 503 with Retry-After
+    max_connections: int = 4000  # one more is answered 503 with Retry-After
     read_timeout_s: float = 30.0  # from the first byte of a request to the end of its headers
     min_body_bytes_per_s: int = 16 * 1024  # over every read_timeout_s of a body; a slower one is answered 408
     max_body_bytes_in_flight: int = 2**30  # of all requests that are not answered yet; more is answered 503

@@ -25,10 +25,13 @@ from treadle.dash.export import export_page, group_answers
 from treadle.dash.rollouts import GroupView, TokenDecoder, view_group
 from treadle.dash.run_folder import HeldOut, MetricsFile, RunFolder
 from treadle.dash.status import TRAINING_STEPS, RunFacts, Tile, sampling_note, tiles_of
+from treadle.errors import UserError
 from treadle.formatting import counted, duration, gigabytes, model_name, near, percent
 from treadle.report.history import Evaluation, History, check_is_run, flatten
 from treadle.report.summary import RunRecord, Summary, choose_examples, read_record
-from treadle.store.browse import Browser, GroupFilter
+from treadle.store import ReadFailed
+from treadle.store.browse import GroupFilter
+from treadle.store.choice import open_recorded
 from treadle.track.catalogue import METRICS
 
 PAGE_FILE = "report.html"
@@ -188,16 +191,15 @@ def _tiles(record: RunRecord, run: RunFolder) -> list[Tile]:
 
 def _newest_groups(record: RunRecord, run: RunFolder) -> list[GroupView]:
     """The newest trained groups, as far as they fit; none where the queue is not in reach."""
-    config, own = record.config, record.folder / "hub.sqlite"
-    queue = own if own.is_file() else config.hub.database
-    if config.hub_url or not queue.is_file():
+    config = record.config
+    if config.hub_url:
         return []
     decoder = TokenDecoder(Path(config.engine.model).expanduser() if config.engine.model else None)
     env = config.environments[0].own_name if len(config.environments) == 1 else ""
     views: list[GroupView] = []
     num_tokens = 0
     try:
-        with Browser.open(queue) as browser:
+        with open_recorded(config.hub, record.folder) as browser:
             browser.learn(10 * NUM_GROUPS)  # those still queued come first
             for summary in browser.find(GroupFilter(state="trained"), NUM_GROUPS):
                 num_tokens += summary.num_tokens
@@ -205,7 +207,8 @@ def _newest_groups(record: RunRecord, run: RunFolder) -> list[GroupView]:
                 if stored is None or num_tokens > MAX_GROUP_TOKENS:
                     break
                 views.append(view_group(summary, stored, decoder, run.tokens, env=env))
-    except (OSError, ValueError, sqlite3.Error, msgspec.MsgspecError):  # a folder that is read-only, or a damaged queue
+    except (OSError, ValueError, UserError, ReadFailed, sqlite3.Error, msgspec.MsgspecError):
+        # A folder that is read-only, a damaged queue, or one that is out of reach.
         return []
     return views
 
@@ -234,7 +237,7 @@ def in_words(record: RunRecord) -> list[str]:
     sentences += [f"It ended with an error: {summary.last_words}"] if summary.last_words else []
     sentences += summary.findings
     if summary.restarts:
-        sentences.append(f"The trainer crashed and was started again {counted(len(summary.restarts), 'time')}.")
+        sentences.append(f"Processes that crashed were started again {counted(len(summary.restarts), 'time')}.")
     if record.alarms:
         sentences.append(f"The watchdog reported {counted(len(record.alarms), 'wait')} that took too long.")
     return sentences

@@ -91,7 +91,7 @@ class Summary:
     health: list[str]  # warnings of the trainer
     alarms: list[str]  # late waits that the watchdog reported
     findings: list[str]  # problems with the groups of an environment
-    restarts: list[str]  # of the trainer, after a crash: why, and the last lines of the log
+    restarts: list[str]  # after a crash: why, and the last lines of the log
     last_words: str  # the error that ended the run
     # Share of the held-out answers that ended before the length limit; None: unknown.
     ended_before: float | None

@@ -29,6 +29,7 @@ from treadle.store.records import (
     Plan,
     Post,
     QueueFull,
+    ReadFailed,
     RunState,
     StaleToken,
     StorageFailed,
@@ -37,7 +38,8 @@ from treadle.store.records import (
     Tally,
     Waiting,
 )
-from treadle.store.sqlite import Store
+from treadle.store.sqlite import SqliteStore
+from treadle.store.store import Store
 
 __all__ = [
     "Appended",
@@ -60,7 +62,9 @@ __all__ = [
     "Plan",
     "Post",
     "QueueFull",
+    "ReadFailed",
     "RunState",
+    "SqliteStore",
     "StaleToken",
     "StorageFailed",
     "Store",

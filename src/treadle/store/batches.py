@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import secrets
-import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from treadle.faults import reach
 from treadle.store import groups, runs
+from treadle.store.connection import Connection
 from treadle.store.records import BatchPruned, EnvQueue, HeldByAnother, Lease, LeaseTerms, Plan, StaleToken, Waiting
 from treadle.wire.hub import RegisterTrainer
 
@@ -23,13 +23,14 @@ from treadle.wire.hub import RegisterTrainer
 CHECKPOINTS_KEPT = 2
 TAKER = "/batch"  # the hub itself, in place of a trainer that takes batches there
 _COLUMNS = "id, step, state, group_ids, deliveries, token, holder, process, deadline_s"
+_ONE_DELIVERY_LESS = "deliveries = CASE WHEN deliveries > 0 THEN deliveries - 1 ELSE 0 END"
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessTime:
-    """Now, on the clock of this process. Deadlines on an earlier process' clock count as passed."""
+    """Now, on the clock that deadlines are on. Deadlines on another process' clock count as passed."""
 
-    process: str
+    process: str  # whose clock it is: that of one hub, or of the database server that several hubs share
     now_s: float
 
 
@@ -50,7 +51,7 @@ class _Record:
         return on_our_clock and self.deadline_s is not None and self.deadline_s > moment.now_s
 
 
-def lease(db: sqlite3.Connection, step: int, holder: str, terms: LeaseTerms, moment: ProcessTime) -> Lease | None:
+def lease(db: Connection, step: int, holder: str, terms: LeaseTerms, moment: ProcessTime) -> Lease | None:
     """The recorded batch of `step`, or a new one; None when no exact batch can be formed now."""
     state = runs.read_run(db)
     if state.trainer is None:
@@ -73,7 +74,7 @@ def lease(db: sqlite3.Connection, step: int, holder: str, terms: LeaseTerms, mom
     return _lease_to(db, record, holder, terms, moment)
 
 
-def take(db: sqlite3.Connection, terms: LeaseTerms, moment: ProcessTime) -> Lease | None:
+def take(db: Connection, terms: LeaseTerms, moment: ProcessTime) -> Lease | None:
     """The next batch, for a trainer that cannot acknowledge (Atropos' /batch).
 
     The hub acknowledges for it once the response has left, and returns the batch to the queue otherwise. A returned
@@ -93,7 +94,7 @@ def take(db: sqlite3.Connection, terms: LeaseTerms, moment: ProcessTime) -> Leas
 
 
 def _next_to_take(
-    db: sqlite3.Connection, batch_size: int, current_step: int, terms: LeaseTerms, moment: ProcessTime
+    db: Connection, batch_size: int, current_step: int, terms: LeaseTerms, moment: ProcessTime
 ) -> _Record | None:
     for earlier in _open_records(db, up_to_step=current_step):
         if not earlier.is_held(moment):
@@ -111,7 +112,7 @@ def _next_to_take(
     return _insert(db, step, chosen)
 
 
-def _lease_to(db: sqlite3.Connection, record: _Record, holder: str, terms: LeaseTerms, moment: ProcessTime) -> Lease:
+def _lease_to(db: Connection, record: _Record, holder: str, terms: LeaseTerms, moment: ProcessTime) -> Lease:
     token = secrets.token_hex(16)
     runs.add_event(db, "leased", step=record.step, holder=holder, delivery=record.deliveries + 1)
     db.execute(
@@ -122,7 +123,7 @@ def _lease_to(db: sqlite3.Connection, record: _Record, holder: str, terms: Lease
     return Lease(record.step, token, record.deliveries + 1, record.group_ids)
 
 
-def renew(db: sqlite3.Connection, step: int, token: str, lease_s: float, moment: ProcessTime) -> None:
+def renew(db: Connection, step: int, token: str, lease_s: float, moment: ProcessTime) -> None:
     """Extend a lease. An expired one can be renewed until another trainer leases the batch."""
     record = _held_under(db, step, token)
     reach("store:renewing")
@@ -132,7 +133,7 @@ def renew(db: sqlite3.Connection, step: int, token: str, lease_s: float, moment:
     )
 
 
-def ack(db: sqlite3.Connection, step: int, token: str, keep_trained_bytes: int) -> None:
+def ack(db: Connection, step: int, token: str, keep_trained_bytes: int) -> None:
     """Mark the step as trained. A repeat with the same token (after a lost response) changes nothing."""
     record = _find(db, step)
     trainer = runs.read_run(db).trainer
@@ -142,7 +143,7 @@ def ack(db: sqlite3.Connection, step: int, token: str, keep_trained_bytes: int) 
         _finish(db, record, trainer, keep_trained_bytes)
 
 
-def nack(db: sqlite3.Connection, step: int, token: str, reason: str, max_deliveries: int, counts: bool) -> bool:
+def nack(db: Connection, step: int, token: str, reason: str, max_deliveries: int, counts: bool) -> bool:
     """Give the batch back: it is delivered again, or dead-lettered after too many deliveries (then True).
 
     A batch that was trained before is only released: its groups did their work. When it does not count, nothing is
@@ -150,7 +151,7 @@ def nack(db: sqlite3.Connection, step: int, token: str, reason: str, max_deliver
     """
     record = _held_under(db, step, token)
     if not counts:
-        db.execute("UPDATE batches SET deliveries = max(0, deliveries - 1) WHERE id = ?", (record.id,))
+        db.execute(f"UPDATE batches SET {_ONE_DELIVERY_LESS} WHERE id = ?", (record.id,))  # noqa: S608
     elif record.state == "open" and record.deliveries >= max_deliveries:
         _bury(db, record, reason or "given back without a reason")
         return True
@@ -159,7 +160,7 @@ def nack(db: sqlite3.Connection, step: int, token: str, reason: str, max_deliver
     return False
 
 
-def register_trainer(db: sqlite3.Connection, trainer: RegisterTrainer, holder: str | None, moment: ProcessTime) -> None:
+def register_trainer(db: Connection, trainer: RegisterTrainer, holder: str | None, moment: ProcessTime) -> None:
     """Bring the batches in line with a trainer that registers; without a holder it is an Atropos trainer.
 
     The steps in the checkpoint that it resumes from are trained, also those that it could not acknowledge. Untrained
@@ -182,21 +183,21 @@ def register_trainer(db: sqlite3.Connection, trainer: RegisterTrainer, holder: s
         _release_holder(db, holder)
 
 
-def _release_holder(db: sqlite3.Connection, holder: str) -> None:
+def _release_holder(db: Connection, holder: str) -> None:
     """Release the leases of a trainer that registers again; the tokens of its previous process become stale.
 
     The delivery counts only for the oldest batch, which it was training and which may have ended the process. Batches
     that it had leased ahead were not touched yet.
     """
     db.execute(
-        "UPDATE batches SET deliveries = max(0, deliveries - 1) WHERE holder = :holder AND state = 'open'"
-        " AND step > (SELECT min(step) FROM batches WHERE holder = :holder AND state = 'open')",
-        {"holder": holder},
+        f"UPDATE batches SET {_ONE_DELIVERY_LESS} WHERE holder = ? AND state = 'open'"  # noqa: S608
+        " AND step > (SELECT min(step) FROM batches WHERE holder = ? AND state = 'open')",
+        (holder, holder),
     )
     _release(db, "holder = ?", holder)
 
 
-def set_damaged_aside(db: sqlite3.Connection, lease: Lease, damaged: Sequence[int]) -> None:
+def set_damaged_aside(db: Connection, lease: Lease, damaged: Sequence[int]) -> None:
     """Set damaged groups aside; the other groups of the batch are queued again, in their old places.
 
     If the step was trained before and is only repeated, the others stay trained.
@@ -208,7 +209,7 @@ def set_damaged_aside(db: sqlite3.Connection, lease: Lease, damaged: Sequence[in
     groups.set_aside(db, json.dumps(damaged), "dead", record.step, "damaged")
 
 
-def _dissolve(db: sqlite3.Connection, record: _Record, reason: str) -> None:
+def _dissolve(db: Connection, record: _Record, reason: str) -> None:
     """Delete the record; the groups are queued again unless they are trained."""
     if record.state == "open":
         groups.move(db, record.group_ids, "queued")
@@ -216,7 +217,7 @@ def _dissolve(db: sqlite3.Connection, record: _Record, reason: str) -> None:
     runs.add_event(db, "dissolved", step=record.step, reason=reason)
 
 
-def _find(db: sqlite3.Connection, step: int) -> _Record | None:
+def _find(db: Connection, step: int) -> _Record | None:
     row = db.execute(
         f"SELECT {_COLUMNS} FROM batches WHERE step = ? AND state IN ('open', 'trained', 'pruned')",  # noqa: S608
         (step,),
@@ -224,7 +225,7 @@ def _find(db: sqlite3.Connection, step: int) -> _Record | None:
     return None if row is None else _Record(*row)
 
 
-def _open_records(db: sqlite3.Connection, up_to_step: int = 2**62) -> list[_Record]:
+def _open_records(db: Connection, up_to_step: int = 2**62) -> list[_Record]:
     rows = db.execute(
         f"SELECT {_COLUMNS} FROM batches WHERE state = 'open' AND step <= ? ORDER BY step",  # noqa: S608
         (up_to_step,),
@@ -232,14 +233,14 @@ def _open_records(db: sqlite3.Connection, up_to_step: int = 2**62) -> list[_Reco
     return [_Record(*row) for row in rows]
 
 
-def _held_under(db: sqlite3.Connection, step: int, token: str) -> _Record:
+def _held_under(db: Connection, step: int, token: str) -> _Record:
     record = _find(db, step)
     if record is None or record.token != token or record.holder is None:
         raise StaleToken(f"the lease of step {step} is no longer yours")
     return record
 
 
-def _env_queues(db: sqlite3.Connection, batch_size: int, is_alive: Callable[[int], bool]) -> list[EnvQueue]:
+def _env_queues(db: Connection, batch_size: int, is_alive: Callable[[int], bool]) -> list[EnvQueue]:
     """The queue as the choice sees it: of each environment and size, as many of the oldest as a batch can use.
 
     That is enough for any exact choice, and it is a bounded number however long the queue is.
@@ -278,12 +279,12 @@ def _env_queues(db: sqlite3.Connection, batch_size: int, is_alive: Callable[[int
     return sorted(made, key=lambda env_queue: -1 if env_queue.env_id is None else env_queue.env_id)
 
 
-def plan_next(db: sqlite3.Connection, batch_size: int, terms: LeaseTerms) -> Plan:
+def plan_next(db: Connection, batch_size: int, terms: LeaseTerms) -> Plan:
     """The next batch, or why there is none. Changes nothing."""
     return terms.plan(_env_queues(db, batch_size, terms.is_alive), batch_size)
 
 
-def _choose(db: sqlite3.Connection, step: int, batch_size: int, terms: LeaseTerms) -> list[int] | None:
+def _choose(db: Connection, step: int, batch_size: int, terms: LeaseTerms) -> list[int] | None:
     if batch_size <= 0:
         return None
     if terms.drop_older_than is not None:  # the trainer of step s is at version s - 1
@@ -296,13 +297,14 @@ def _choose(db: sqlite3.Connection, step: int, batch_size: int, terms: LeaseTerm
     if plan.ids is not None:
         db.execute("DELETE FROM env_queues")  # environments that are not written again have no debt
         tags = [("none" if env_id is None else str(env_id), tag) for env_id, tag in plan.tags.items()]
-        db.executemany("INSERT INTO env_queues VALUES (?, ?)", tags)
+        for tag in tags:
+            db.execute("INSERT INTO env_queues VALUES (?, ?)", tag)
         for name, why in plan.waived.items():
             runs.add_event(db, "minimum_waived", step=step, env=name, reason=why)
     return plan.ids
 
 
-def _insert(db: sqlite3.Connection, step: int, chosen: list[int]) -> _Record:
+def _insert(db: Connection, step: int, chosen: list[int]) -> _Record:
     reach("store:forming")
     group_ids = json.dumps(chosen, separators=(",", ":"))
     db.execute("INSERT INTO batches (step, group_ids, formed_at) VALUES (?, ?, ?)", (step, group_ids, time.time()))
@@ -313,21 +315,21 @@ def _insert(db: sqlite3.Connection, step: int, chosen: list[int]) -> _Record:
     return record
 
 
-def _finish(db: sqlite3.Connection, record: _Record, trainer: RegisterTrainer, keep_trained_bytes: int) -> None:
+def _finish(db: Connection, record: _Record, trainer: RegisterTrainer, keep_trained_bytes: int) -> None:
     # The token stays, so that a repeated acknowledgement is recognised. What was pruned meanwhile stays pruned.
     db.execute(
-        "UPDATE batches SET state = iif(state = 'open', 'trained', state), holder = NULL, process = NULL,"
-        " deadline_s = NULL WHERE id = ?",
+        "UPDATE batches SET state = CASE state WHEN 'open' THEN 'trained' ELSE state END,"
+        " holder = NULL, process = NULL, deadline_s = NULL WHERE id = ?",
         (record.id,),
     )
     groups.move(db, record.group_ids, "trained")
     # Batches may be acknowledged out of order; only a trainer that registers can go back.
-    db.execute("UPDATE run SET current_step = max(current_step, ?)", (record.step,))
+    db.execute("UPDATE run SET current_step = ? WHERE current_step < ?", (record.step, record.step))
     runs.add_event(db, "trained", step=record.step)
     _prune(db, record.step, trainer.save_checkpoint_interval, keep_trained_bytes)
 
 
-def _prune(db: sqlite3.Connection, step: int, save_interval: int, keep_trained_bytes: int) -> None:
+def _prune(db: Connection, step: int, save_interval: int, keep_trained_bytes: int) -> None:
     """Forget the data of the oldest steps when it takes too much room, but none that a resume may ask for.
 
     Without an interval the trainer saves only at the end, so everything may be asked for again; but never what
@@ -350,12 +352,12 @@ def _prune(db: sqlite3.Connection, step: int, save_interval: int, keep_trained_b
         db.execute("UPDATE batches SET state = 'pruned' WHERE id = ?", (batch_id,))
 
 
-def _bury(db: sqlite3.Connection, record: _Record, reason: str) -> None:
+def _bury(db: Connection, record: _Record, reason: str) -> None:
     _release(db, "id = ?", record.id)
     db.execute("UPDATE batches SET state = 'dead' WHERE id = ?", (record.id,))
     groups.set_aside(db, record.group_ids, "dead", record.step, reason)
 
 
-def _release(db: sqlite3.Connection, condition: str, value: int | str) -> None:
+def _release(db: Connection, condition: str, value: int | str) -> None:
     nobody = "token = NULL, holder = NULL, process = NULL, deadline_s = NULL"
     db.execute(f"UPDATE batches SET {nobody} WHERE {condition}", (value,))  # noqa: S608 - both are literals

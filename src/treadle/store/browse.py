@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +17,16 @@ from typing import Any, Self
 
 import msgspec
 
-from treadle.store import groups
+from treadle.store import database, groups
+from treadle.store.connection import Connection, IndexSession
+from treadle.store.database import SqliteConnection, SqliteReadSession
 from treadle.store.records import Format, StoredGroup
 from treadle.wire.groups import IGNORED, open_group, rows
 
 SCHEMA_VERSION = 1
 PREVIEW_CHARS = 160
 MAX_BATCHES_AT_ONCE = 2_000
-_TABLES = """
+TABLES = """
 CREATE TABLE facts (
     id INTEGER PRIMARY KEY,                      -- of the group
     score REAL, score_low REAL, score_high REAL, -- NULL: its content is no longer kept
@@ -58,7 +59,7 @@ _CONDITIONS = {
     "length_to": "f.longest <= ?",
     "before": "g.id < ?",
 }  # by the field of GroupFilter
-_FROM = "FROM hub.groups AS g LEFT JOIN facts AS f ON f.id = g.id LEFT JOIN places AS p ON p.id = g.id"
+_FROM = "FROM treadle.groups AS g LEFT JOIN facts AS f ON f.id = g.id LEFT JOIN places AS p ON p.id = g.id"
 
 
 class GroupSummary(msgspec.Struct, frozen=True):
@@ -119,22 +120,21 @@ class StepEvent:
 class Browser:
     """`with Browser.open(path) as browser: browser.find(GroupFilter(step=3), limit=50)`. May be shared."""
 
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
-        self._lock = threading.Lock()
+    def __init__(self, session: IndexSession) -> None:
+        self._session = session
+        self.learn(0)  # facts of an earlier queue under the same name are forgotten before anybody sees them
 
     @classmethod
     def open(cls, path: Path) -> Self:
         """`path` is the queue's file, which is only read."""
         facts_file = path.with_name(f"{path.name}.facts")
         try:
-            browser = cls(_connect(facts_file, path))
+            db = _connect(facts_file, path)
         except sqlite3.DatabaseError:  # damaged, or of another version: rebuild it from the queue
             for part in ("", "-wal", "-shm"):
                 facts_file.with_name(facts_file.name + part).unlink(missing_ok=True)
-            browser = cls(_connect(facts_file, path))
-        browser.learn(0)  # facts of an earlier queue under the same name are forgotten before anybody sees them
-        return browser
+            db = _connect(facts_file, path)
+        return cls(SqliteReadSession(db))
 
     def __enter__(self) -> Self:
         return self
@@ -143,18 +143,18 @@ class Browser:
         self.close()
 
     def close(self) -> None:
-        with self._lock:
-            self._db.close()
+        self._session.close()
 
     def find(self, wanted: GroupFilter, limit: int) -> list[GroupSummary]:
         """The newest first."""
         asked = {sql: getattr(wanted, name) for name, sql in _CONDITIONS.items() if getattr(wanted, name) is not None}
         where = f"WHERE {' AND '.join(asked)}" if asked else ""
-        with self._lock:
-            rows = self._db.execute(
+        rows = self._session.read(
+            lambda db: db.execute(
                 f"SELECT {_COLUMNS} {_FROM} {where} ORDER BY g.id DESC LIMIT ?",
                 (*asked.values(), limit),
             ).fetchall()
+        )
         summaries = []
         for row in rows:
             values = dict(zip(GroupSummary.__struct_fields__, row, strict=True))
@@ -164,109 +164,111 @@ class Browser:
 
     def neighbours(self, group_id: int) -> tuple[int | None, int | None]:
         """The groups that arrived before and after this one."""
-        with self._lock:
-            row = self._db.execute(
-                "SELECT (SELECT max(id) FROM hub.groups WHERE id < :id),"
-                " (SELECT min(id) FROM hub.groups WHERE id > :id)",
-                {"id": group_id},
+        before, after = self._session.read(
+            lambda db: db.execute(
+                "SELECT (SELECT max(id) FROM treadle.groups WHERE id < ?),"
+                " (SELECT min(id) FROM treadle.groups WHERE id > ?)",
+                (group_id, group_id),
             ).fetchone()
-        return row[0], row[1]
+        )
+        return before, after
 
     def contents(self, ids: Sequence[int]) -> dict[int, StoredGroup]:
         """Of those that are still kept and undamaged."""
-        with self._lock:
-            return {id: stored for id in ids if (stored := groups.read_checked(self._db, id)) is not None}
+
+        def contents_of(db: Connection) -> dict[int, StoredGroup]:
+            return {id: stored for id in ids if (stored := groups.read_checked(db, id)) is not None}
+
+        return self._session.read(contents_of)
 
     def latest_events(self, kinds: Sequence[str]) -> dict[str, StepEvent]:
         """The last event of each kind that is kept, and its step."""
-        with self._lock:
-            found = [
-                self._db.execute(
-                    "SELECT kind, at, json_extract(data, '$.step') FROM hub.events WHERE kind = ?"
-                    " ORDER BY id DESC LIMIT 1",
-                    (kind,),
-                ).fetchone()
-                for kind in kinds
-            ]
-        return {row[0]: StepEvent(at=row[1], step=row[2]) for row in found if row is not None}
+
+        def latest(db: Connection) -> list[tuple[str, float, str] | None]:
+            sql = "SELECT kind, at, data FROM treadle.events WHERE kind = ? ORDER BY id DESC LIMIT 1"
+            return [db.execute(sql, (kind,)).fetchone() for kind in kinds]
+
+        found = [row for row in self._session.read(latest) if row is not None]
+        return {kind: StepEvent(at=at, step=json.loads(data).get("step")) for kind, at, data in found}
 
     def reach(self) -> IndexProgress:
-        with self._lock:
-            low, high = self._db.execute("SELECT low, high FROM reach").fetchone()
-            (num_groups,) = self._db.execute("SELECT count(*) FROM hub.groups").fetchone()
-            return IndexProgress(num_groups=num_groups, num_known=max(0, high - low + 1) if num_groups else 0)
+        def progress(db: Connection) -> IndexProgress:
+            low, high = db.execute("SELECT low, high FROM reach").fetchone()
+            (num_groups,) = db.execute("SELECT count(*) FROM treadle.groups").fetchone()
+            (num_known,) = db.execute(
+                "SELECT count(*) FROM treadle.groups WHERE id BETWEEN ? AND ?", (low, high)
+            ).fetchone()
+            return IndexProgress(num_groups=num_groups, num_known=num_known)
+
+        return self._session.read(progress)
 
     def learn(self, limit: int) -> int:
         """Index up to `limit` more groups, new ones first, then backwards. Returns their number; 0: all are indexed.
 
         With a limit of 0, update only the step of each group.
         """
-        with self._lock:
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                num_learned = _learn(self._db, limit)
-                self._db.execute("COMMIT")
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-        return num_learned
+        return self._session.change(lambda db: _learn(db, limit))
 
 
-def _connect(facts_file: Path, queue: Path) -> sqlite3.Connection:
+def _connect(facts_file: Path, queue: Path) -> SqliteConnection:
     os.close(os.open(facts_file, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite would let everybody read it
     facts_file.chmod(0o600)
-    db = sqlite3.connect(facts_file, isolation_level=None, check_same_thread=False, uri=True)
+    db = database.connect(facts_file, is_uri=True)
     try:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = OFF")  # derived: what a power cut takes is read again
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if version == 0:
-            db.executescript(f"{_TABLES} PRAGMA user_version = {SCHEMA_VERSION};")
+            db.executescript(f"{TABLES} PRAGMA user_version = {SCHEMA_VERSION};")
         elif version != SCHEMA_VERSION:
             raise sqlite3.DatabaseError(f"facts of version {version}")
-        db.execute("ATTACH ? AS hub", (f"{queue.resolve().as_uri()}?mode=ro",))
+        db.execute("ATTACH ? AS treadle", (f"{queue.resolve().as_uri()}?mode=ro",))
     except BaseException:
         db.close()
         raise
     return db
 
 
-def _learn(db: sqlite3.Connection, limit: int) -> int:
-    low, high, mark, batch = db.execute("SELECT low, high, mark, batch FROM reach").fetchone()
-    found = db.execute("SELECT received_at FROM hub.groups WHERE id = ?", (high,)).fetchone()
+def _learn(db: Connection, limit: int) -> int:
+    low, high, mark, batch = db.execute(f"SELECT low, high, mark, batch FROM reach{db.for_update}").fetchone()  # noqa: S608
+    found = db.execute("SELECT received_at FROM treadle.groups WHERE id = ?", (high,)).fetchone()
     if high >= low and (found is None or found[0] != mark):  # the queue was reset, or is another file
         db.execute("DELETE FROM facts")
         db.execute("DELETE FROM places")
         low, high, batch = 1, 0, 0
     batch = _learn_places(db, batch)
-    (newest,) = db.execute("SELECT ifnull(max(id), 0) FROM hub.groups").fetchone()
+    (newest,) = db.execute("SELECT coalesce(max(id), 0) FROM treadle.groups").fetchone()
     if high < low:
         low, high = newest + 1, newest
-    ids = [id for (id,) in db.execute("SELECT id FROM hub.groups WHERE id > ? ORDER BY id LIMIT ?", (high, limit))]
+    ids = [id for (id,) in db.execute("SELECT id FROM treadle.groups WHERE id > ? ORDER BY id LIMIT ?", (high, limit))]
     high = ids[-1] if ids else high
     backwards = db.execute(
-        "SELECT id FROM hub.groups WHERE id < ? ORDER BY id DESC LIMIT ?", (low, limit - len(ids))
+        "SELECT id FROM treadle.groups WHERE id < ? ORDER BY id DESC LIMIT ?", (low, limit - len(ids))
     ).fetchall()
     low = backwards[-1][0] if backwards else low
     ids += [id for (id,) in backwards]
     for id in ids:
         stored = groups.read_checked(db, id)
         if stored is not None:
-            db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?, ?, ?, ?, ?, ?)", (id, *_facts(stored)))
-    found = db.execute("SELECT received_at FROM hub.groups WHERE id = ?", (high,)).fetchone()
+            db.execute("DELETE FROM facts WHERE id = ?", (id,))
+            db.execute("INSERT INTO facts VALUES (?, ?, ?, ?, ?, ?, ?)", (id, *_facts(stored)))
+    found = db.execute("SELECT received_at FROM treadle.groups WHERE id = ?", (high,)).fetchone()
     db.execute(
         "UPDATE reach SET low = ?, high = ?, mark = ?, batch = ?", (low, high, found[0] if found else 0.0, batch)
     )
     return len(ids)
 
 
-def _learn_places(db: sqlite3.Connection, batch: int) -> int:
+def _learn_places(db: Connection, batch: int) -> int:
     """Later batches win: a group whose batch was dissolved is in another one then."""
     rows = db.execute(
-        "SELECT id, step, group_ids FROM hub.batches WHERE id > ? ORDER BY id LIMIT ?", (batch, MAX_BATCHES_AT_ONCE)
+        "SELECT id, step, group_ids FROM treadle.batches WHERE id > ? ORDER BY id LIMIT ?", (batch, MAX_BATCHES_AT_ONCE)
     ).fetchall()
     for id, step, group_ids in rows:
-        db.executemany("INSERT OR REPLACE INTO places VALUES (?, ?)", [(one, step) for one in json.loads(group_ids)])
+        for one in json.loads(group_ids):
+            db.execute(
+                "INSERT INTO places VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET step = excluded.step", (one, step)
+            )
         batch = id
     return batch
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 import time
 import zlib
 from collections import Counter
 
 from treadle.store import runs
+from treadle.store.connection import Connection
 from treadle.store.records import (
     Appended,
     BatchPruned,
@@ -30,7 +30,7 @@ from treadle.wire.hub import DeadLetter
 Size = tuple[int | None, int]  # (env id, sequences of a group)
 
 
-def append(db: sqlite3.Connection, post: Post, limits: Limits) -> Appended:
+def append(db: Connection, post: Post, limits: Limits) -> Appended:
     """Store the groups of one request. A repeated key stores nothing, even when the queue is full by now.
 
     Keys are kept as long as the rows of their groups, until a reset: no clock decides when a retry is a new post. A
@@ -52,14 +52,14 @@ def append(db: sqlite3.Connection, post: Post, limits: Limits) -> Appended:
         crc = content_crc(
             group.payload, group.format, group.env_id, group.size, group.policy_version, group.item, group.metrics
         )
-        row = db.execute(
+        (group_id,) = db.execute(
             "INSERT INTO groups"
             " (env_id, size, num_tokens, num_bytes, crc, policy_version, item, received_at, metrics)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING id",
             (group.env_id, group.size, group.num_tokens, len(group.payload), crc,
              group.policy_version, group.item, now, group.metrics),
-        )  # fmt: skip
-        db.execute("INSERT INTO payloads VALUES (?, ?, ?)", (row.lastrowid, group.format, group.payload))
+        ).fetchone()  # fmt: skip
+        db.execute("INSERT INTO payloads VALUES (?, ?, ?)", (group_id, group.format, group.payload))
     by_env = Counter(group.env_id for group in post.groups)
     for env_id, num_groups in by_env.items():
         if env_id is not None:
@@ -69,7 +69,7 @@ def append(db: sqlite3.Connection, post: Post, limits: Limits) -> Appended:
     return Appended(num_groups=len(post.groups))
 
 
-def _check_room(db: sqlite3.Connection, post: Post, limits: Limits) -> None:
+def _check_room(db: Connection, post: Post, limits: Limits) -> None:
     waiting = counts(db).queued
     num_bytes = sum(len(group.payload) for group in post.groups)
     if waiting.groups + len(post.groups) > limits.groups:
@@ -85,7 +85,7 @@ def _check_room(db: sqlite3.Connection, post: Post, limits: Limits) -> None:
         raise QueueFull(full)
 
 
-def _is_needed(db: sqlite3.Connection, env_id: int | None, num_sequences: int) -> bool:
+def _is_needed(db: Connection, env_id: int | None, num_sequences: int) -> bool:
     """Whether a batch may lack just what this environment sends: then it may post although others filled the queue.
 
     It sends no more than a batch, and has nothing waiting, or less than the share of a batch that is set aside for it.
@@ -98,7 +98,7 @@ def _is_needed(db: sqlite3.Connection, env_id: int | None, num_sequences: int) -
     return waiting < max(1, int(trainer.batch_size * min(1.0, env.min_batch_allocation or 0.0)))
 
 
-def queued_sizes(db: sqlite3.Connection) -> dict[Size, int]:
+def queued_sizes(db: Connection) -> dict[Size, int]:
     """How many groups of each environment and size wait: {(0, 8): 3} is three groups of eight of environment 0."""
     rows = db.execute("SELECT env, size, groups FROM tally WHERE state = 'queued' AND groups > 0")
     return {(env_id_of(env), size): num for env, size, num in rows}
@@ -109,12 +109,18 @@ def env_id_of(name: str) -> int | None:
     return None if name == "none" else int(name)
 
 
-def oldest(db: sqlite3.Connection, env_id: int | None, size: int, limit: int) -> list[Waiting]:
+def oldest(db: Connection, env_id: int | None, size: int, limit: int) -> list[Waiting]:
+    owned, owner = _owned_by(env_id)
     rows = db.execute(
-        "SELECT id, size FROM groups WHERE state = 'queued' AND env_id IS ? AND size = ? ORDER BY id LIMIT ?",
-        (env_id, size, limit),
+        f"SELECT id, size FROM groups WHERE state = 'queued' AND {owned} AND size = ? ORDER BY id LIMIT ?",  # noqa: S608
+        (*owner, size, limit),
     )
     return [Waiting(*row) for row in rows]
+
+
+def _owned_by(env_id: int | None) -> tuple[str, tuple[int, ...]]:
+    """A condition and its parameters. Two forms: no single one uses an index in both databases."""
+    return ("env_id IS NULL", ()) if env_id is None else ("env_id = ?", (env_id,))
 
 
 def content_crc(payload: bytes, *fields: object) -> int:
@@ -122,17 +128,16 @@ def content_crc(payload: bytes, *fields: object) -> int:
     return zlib.crc32(repr(list(fields)).encode(), zlib.crc32(payload))
 
 
-def fetch(db: sqlite3.Connection, group_ids: str) -> tuple[list[StoredGroup], list[int]]:
+def fetch(db: Connection, group_ids: str) -> tuple[list[StoredGroup], list[int]]:
     """The groups of a JSON array of ids, in its order; and the ids of those that are not as they were written."""
     stored, damaged = [], []
-    db.execute("BEGIN")  # all as of one moment
-    try:
+    with db.snapshot():
         for group_id in json.loads(group_ids):
             try:
                 kept = db.execute("SELECT num_bytes FROM groups WHERE id = ?", (group_id,)).fetchone()
                 group = read_checked(db, group_id)
-            except sqlite3.DatabaseError as error:
-                if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF != sqlite3.SQLITE_CORRUPT:
+            except Exception as error:
+                if not db.is_damage(error):
                     raise
                 kept, group = (-1,), None
             if kept is None:
@@ -145,12 +150,10 @@ def fetch(db: sqlite3.Connection, group_ids: str) -> tuple[list[StoredGroup], li
                 damaged.append(group_id)
             else:
                 stored.append(group)
-    finally:
-        db.execute("ROLLBACK")  # nothing was written; a commit would repeat what a damaged page has said
     return stored, damaged
 
 
-def read_checked(db: sqlite3.Connection, group_id: int) -> StoredGroup | None:
+def read_checked(db: Connection, group_id: int) -> StoredGroup | None:
     """None: its content is not as it was written, or no longer kept."""
     row = db.execute(
         "SELECT g.received_at, g.crc, p.body, p.format, g.env_id, g.size, g.policy_version, g.item, g.metrics"
@@ -166,83 +169,93 @@ def read_checked(db: sqlite3.Connection, group_id: int) -> StoredGroup | None:
     return StoredGroup(group_id, format, payload, policy_version, item, metrics, received_at)
 
 
-def num_sequences(db: sqlite3.Connection, group_ids: str) -> int:
+def num_sequences(db: Connection, group_ids: str) -> int:
     (num,) = db.execute(
-        "SELECT ifnull(sum(size), 0) FROM groups WHERE id IN (SELECT value FROM json_each(?))", (group_ids,)
+        f"SELECT coalesce(sum(size), 0) FROM groups WHERE id IN {db.ids_in}",  # noqa: S608
+        (group_ids,),
     ).fetchone()
     return int(num)
 
 
-def move(db: sqlite3.Connection, group_ids: str, state: str) -> None:
+def move(db: Connection, group_ids: str, state: str) -> None:
     db.execute(
-        "UPDATE groups SET state = ? WHERE id IN (SELECT value FROM json_each(?)) AND state != ?",
+        f"UPDATE groups SET state = ? WHERE id IN {db.ids_in} AND state != ?",  # noqa: S608
         (state, group_ids, state),
     )
 
 
-def set_aside(db: sqlite3.Connection, group_ids: str, state: str, step: int, reason: str) -> None:
+def set_aside(db: Connection, group_ids: str, state: str, step: int, reason: str) -> None:
     """Take groups out of the queue permanently. They stay in the file, with the reason."""
     changed = db.execute(
-        "UPDATE groups SET state = ?, aside_step = ?, aside_reason = ? WHERE id IN (SELECT value FROM json_each(?))",
+        f"UPDATE groups SET state = ?, aside_step = ?, aside_reason = ? WHERE id IN {db.ids_in}",  # noqa: S608
         (state, step, reason, group_ids),
     )
     if changed.rowcount:
         runs.add_event(db, state, groups=changed.rowcount, step=step, reason=reason)
 
 
-def drop_stale(db: sqlite3.Connection, oldest_version: int, step: int) -> None:
-    (stale,) = db.execute(
-        "SELECT json_group_array(id) FROM groups"
-        " WHERE state = 'queued' AND policy_version IS NOT NULL AND policy_version < ?",
+def drop_stale(db: Connection, oldest_version: int, step: int) -> None:
+    stale = db.execute(
+        "SELECT id FROM groups WHERE state = 'queued' AND policy_version IS NOT NULL AND policy_version < ?",
         (oldest_version,),
-    ).fetchone()
-    set_aside(db, stale, "dropped", step, "stale")
+    )
+    set_aside(db, json.dumps([group_id for (group_id,) in stale]), "dropped", step, "stale")
 
 
-def drop_oversize(db: sqlite3.Connection, batch_size: int, step: int) -> None:
+def drop_oversize(db: Connection, batch_size: int, step: int) -> None:
     """Queued groups may be larger than the batches of a trainer that registers later."""
-    (oversize,) = db.execute(
-        "SELECT json_group_array(id) FROM groups WHERE state = 'queued' AND size > ?", (batch_size,)
-    ).fetchone()
-    set_aside(db, oversize, "dropped", step, "oversize")
+    oversize = db.execute("SELECT id FROM groups WHERE state = 'queued' AND size > ?", (batch_size,))
+    set_aside(db, json.dumps([group_id for (group_id,) in oversize]), "dropped", step, "oversize")
 
 
-def prune(db: sqlite3.Connection, group_ids: str) -> None:
+def prune(db: Connection, group_ids: str) -> None:
     """Forget the content of groups that are done with; that they were here is kept."""
-    db.execute("DELETE FROM payloads WHERE id IN (SELECT value FROM json_each(?))", (group_ids,))
-    db.execute("UPDATE groups SET num_bytes = 0 WHERE id IN (SELECT value FROM json_each(?))", (group_ids,))
+    db.execute(f"DELETE FROM payloads WHERE id IN {db.ids_in}", (group_ids,))  # noqa: S608
+    db.execute(f"UPDATE groups SET num_bytes = 0 WHERE id IN {db.ids_in}", (group_ids,))  # noqa: S608
 
 
-def latest_payload(db: sqlite3.Connection) -> tuple[Format, bytes] | None:
+def latest_payload(db: Connection) -> tuple[Format, bytes] | None:
     row = db.execute("SELECT format, body FROM payloads ORDER BY id DESC LIMIT 1").fetchone()
     row = row or db.execute("SELECT latest_format, latest FROM run WHERE latest IS NOT NULL").fetchone()
     return None if row is None else (row[0], bytes(row[1]))
 
 
-def counts(db: sqlite3.Connection) -> Counts:
-    rows = db.execute("SELECT state, sum(groups), sum(groups * size), sum(bytes) FROM tally GROUP BY state")
+# PostgreSQL's sums of BIGINT are of another type.
+_SUMS = "CAST(sum(groups) AS BIGINT), CAST(sum(groups * size) AS BIGINT), CAST(sum(bytes) AS BIGINT)"
+
+
+def counts(db: Connection) -> Counts:
+    rows = db.execute(f"SELECT state, {_SUMS} FROM tally GROUP BY state")  # noqa: S608
     return Counts(**{state: Tally(*sums) for state, *sums in rows})
 
 
-def tallies(db: sqlite3.Connection) -> dict[tuple[str, int | None], Tally]:
+def tallies(db: Connection) -> dict[tuple[str, int | None], Tally]:
     """How much there is by state and environment."""
-    rows = db.execute("SELECT state, env, sum(groups), sum(groups * size), sum(bytes) FROM tally GROUP BY state, env")
+    rows = db.execute(f"SELECT state, env, {_SUMS} FROM tally GROUP BY state, env")  # noqa: S608
     return {(state, env_id_of(env)): Tally(*sums) for state, env, *sums in rows}
 
 
-def oldest_waiting_at(db: sqlite3.Connection) -> float | None:
+def untrained_sequences(db: Connection, env_id: int) -> int:
+    """The sequences of an environment that wait, and those in batches that were given out."""
+    (number,) = db.execute(
+        "SELECT sum(groups * size) FROM tally WHERE state IN ('queued', 'leased') AND env = ?", (str(env_id),)
+    ).fetchone()
+    return int(number or 0)
+
+
+def oldest_waiting_at(db: Connection) -> float | None:
     """When the group arrived that has waited longest."""
-    times = [
-        db.execute(
-            "SELECT received_at FROM groups WHERE state = 'queued' AND env_id IS ? AND size = ? ORDER BY id LIMIT 1",
-            key,
-        ).fetchone()
-        for key in queued_sizes(db)
-    ]
-    return min((at for (at,) in filter(None, times)), default=None)
+    first = [
+        group.id for env_id, size in queued_sizes(db) for group in oldest(db, env_id, size, limit=1)
+    ]  # of each environment and size
+    (oldest_at,) = db.execute(
+        f"SELECT min(received_at) FROM groups WHERE id IN {db.ids_in}",  # noqa: S608
+        (json.dumps(first),),
+    ).fetchone()
+    return None if oldest_at is None else float(oldest_at)
 
 
-def env_load(db: sqlite3.Connection, env_id: int) -> EnvLoad:
+def env_load(db: Connection, env_id: int) -> EnvLoad:
     sequences: dict[int | None, int] = {}
     largest = largest_own = 0
     for (owner, size), num_groups in queued_sizes(db).items():
@@ -252,7 +265,7 @@ def env_load(db: sqlite3.Connection, env_id: int) -> EnvLoad:
     return EnvLoad(sequences=sequences, largest_group=largest, largest_own_group=largest_own)
 
 
-def dead_groups(db: sqlite3.Connection, limit: int = 1000) -> list[DeadLetter]:
+def dead_groups(db: Connection, limit: int = 1000) -> list[DeadLetter]:
     """The newest first."""
     rows = db.execute(
         "SELECT id, env_id, size, item, policy_version, aside_step, aside_reason FROM groups"
@@ -262,22 +275,17 @@ def dead_groups(db: sqlite3.Connection, limit: int = 1000) -> list[DeadLetter]:
     return [DeadLetter(**dict(zip(DeadLetter.__struct_fields__, row, strict=True))) for row in rows]
 
 
-def read_figures(db: sqlite3.Connection, after_event: int) -> Figures:
-    db.execute("BEGIN")
-    try:
+def read_figures(db: Connection, after_event: int) -> Figures:
+    with db.snapshot():
         _, newest_event = runs.event_ends(db)
         dropped = db.execute("SELECT env_id, aside_reason, count(*) FROM groups WHERE state = 'dropped' GROUP BY 1, 2")
-        waived = db.execute(
-            "SELECT json_extract(data, '$.env') FROM events WHERE id > ? AND kind = 'minimum_waived'", (after_event,)
-        )
+        waived = db.execute("SELECT data FROM events WHERE id > ? AND kind = 'minimum_waived'", (after_event,))
         return Figures(
             run=runs.read_run(db),
             envs=runs.read_envs(db),
             groups=tallies(db),
             dropped={(env_id, reason): num for env_id, reason, num in dropped},
             oldest_waiting_at=oldest_waiting_at(db),
-            waived=Counter(name for (name,) in waived),
+            waived=Counter(json.loads(data)["env"] for (data,) in waived),
             newest_event=newest_event,
         )
-    finally:
-        db.execute("COMMIT")

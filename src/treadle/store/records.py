@@ -10,6 +10,8 @@ HubError
     ├── BatchPruned     the data of this trained step was pruned
     ├── QueueFull       the queue has reached its limit
     └── StorageFailed   the database could not be written (a full disk is errors.DiskFull)
+        ├── OutcomeUnknown  the database server was lost during the commit
+        ├── ReadFailed      the database could not be read
         └── DamagedGroups   groups differ from what was written; they were set aside, and a retry helps
 """
 
@@ -51,6 +53,14 @@ class QueueFull(StoreRefusal):
 
 
 class StorageFailed(StoreRefusal):
+    pass
+
+
+class OutcomeUnknown(StorageFailed):
+    pass
+
+
+class ReadFailed(StorageFailed):
     pass
 
 

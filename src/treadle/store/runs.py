@@ -7,7 +7,6 @@ after a restart.
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from uuid import uuid4
 
 import msgspec
 
+from treadle.store.connection import Connection
 from treadle.store.records import EnvRecord, Event, RunState
 from treadle.wire.hub import RegisterEnv, RegisterTrainer
 
@@ -27,14 +27,14 @@ _ENV_COLUMNS = (
 # ---- run
 
 
-def read_run(db: sqlite3.Connection) -> RunState:
+def read_run(db: Connection) -> RunState:
     trainer, current_step, started = db.execute("SELECT trainer, current_step, started FROM run").fetchone()
     (run_id,) = db.execute("SELECT run_id FROM identity").fetchone()
     registration = None if trainer is None else msgspec.json.decode(trainer, type=RegisterTrainer)
     return RunState(trainer=registration, current_step=current_step, started=bool(started), run_id=run_id)
 
 
-def register_trainer(db: sqlite3.Connection, trainer: RegisterTrainer) -> None:
+def register_trainer(db: Connection, trainer: RegisterTrainer) -> None:
     """The trainer's word counts: its values replace the earlier ones, and its step may go back.
 
     It has not begun before it asks for a batch: by then it has published its weights. One that has taken all its steps
@@ -43,24 +43,24 @@ def register_trainer(db: sqlite3.Connection, trainer: RegisterTrainer) -> None:
     is_done = 0 < trainer.num_steps <= trainer.starting_step
     db.execute(
         "UPDATE run SET trainer = ?, current_step = ?, started = ?",
-        (msgspec.json.encode(trainer), trainer.starting_step, is_done),
+        (msgspec.json.encode(trainer), trainer.starting_step, int(is_done)),
     )
     add_event(db, "trainer_registered", step=trainer.starting_step, batch_size=trainer.batch_size)
 
 
-def set_started(db: sqlite3.Connection, started: bool) -> None:
+def set_started(db: Connection, started: bool) -> None:
     """False when a hub starts: environments wait until a trainer asks for a batch."""
-    db.execute("UPDATE run SET started = ?", (started,))
+    db.execute("UPDATE run SET started = ?", (int(started),))
 
 
-def admission_facts(db: sqlite3.Connection) -> tuple[RunState, int, int]:
+def admission_facts(db: Connection) -> tuple[RunState, int, int]:
     """What posts are checked against: the run, the number of environments, the newest step that has a batch."""
     run = read_run(db)
     num_envs, formed = db.execute("SELECT (SELECT count(*) FROM envs), (SELECT max(step) FROM batches)").fetchone()
     return run, num_envs, max(run.current_step, formed or 0)
 
 
-def reset(db: sqlite3.Connection) -> None:
+def reset(db: Connection) -> None:
     """Forget everything but the latest example and the events. Group and batch ids are not used again."""
     db.execute(
         "UPDATE run SET (latest_format, latest) = (SELECT format, body FROM payloads ORDER BY id DESC LIMIT 1)"
@@ -77,7 +77,7 @@ def reset(db: sqlite3.Connection) -> None:
 
 
 def register_env(
-    db: sqlite3.Connection,
+    db: Connection,
     env: RegisterEnv,
     *,
     resume: bool,
@@ -91,15 +91,15 @@ def register_env(
     its count.
     """
     desired_name = env.desired_name or "env"
-    namesakes = [row for row in read_envs(db) if row.desired_name == desired_name]
+    namesakes = _read_envs(db, "WHERE desired_name = ?", desired_name)
     returning = max(namesakes, key=lambda row: idle_s(row.env_id), default=None)
     if returning is not None and (resume or idle_s(returning.env_id) > gone_after_s):
         env_id, name = returning.env_id, returning.name
     else:
         (env_id,) = db.execute("SELECT count(*) FROM envs").fetchone()  # ids are 0, 1, 2, ...
-        taken = {name for (name,) in db.execute("SELECT name FROM envs")}
         number = len(namesakes)
-        while (name := f"{desired_name}_{number}") in taken:  # an environment may have asked for the name `a_1` itself
+        # An environment may have asked for the name `a_1` itself.
+        while _read_envs(db, "WHERE name = ?", name := f"{desired_name}_{number}"):
             number += 1
     db.execute(
         "INSERT INTO envs (env_id, name, desired_name, weight, group_size, max_token_length,"
@@ -116,7 +116,7 @@ def register_env(
     return registered
 
 
-def disconnect_env(db: sqlite3.Connection, env_id: int) -> bool:
+def disconnect_env(db: Connection, env_id: int) -> bool:
     """False when there is no such environment. What it posted stays."""
     found = db.execute("UPDATE envs SET connected = 0 WHERE env_id = ?", (env_id,)).rowcount > 0
     if found:
@@ -124,34 +124,38 @@ def disconnect_env(db: sqlite3.Connection, env_id: int) -> bool:
     return found
 
 
-def read_env(db: sqlite3.Connection, env_id: int) -> EnvRecord | None:
-    row = db.execute(f"SELECT {_ENV_COLUMNS} FROM envs WHERE env_id = ?", (env_id,)).fetchone()  # noqa: S608
-    return None if row is None else EnvRecord(*(*row[:-1], bool(row[-1])))  # SQLite has no booleans
+def read_env(db: Connection, env_id: int) -> EnvRecord | None:
+    return next(iter(_read_envs(db, "WHERE env_id = ?", env_id)), None)
 
 
-def read_envs(db: sqlite3.Connection) -> list[EnvRecord]:
-    rows = db.execute(f"SELECT {_ENV_COLUMNS} FROM envs ORDER BY env_id")  # noqa: S608
-    return [EnvRecord(*(*row[:-1], bool(row[-1]))) for row in rows]
+def read_envs(db: Connection) -> list[EnvRecord]:
+    return _read_envs(db)
+
+
+def _read_envs(db: Connection, condition: str = "", *parameters: Any) -> list[EnvRecord]:
+    rows = db.execute(f"SELECT {_ENV_COLUMNS} FROM envs {condition} ORDER BY env_id", parameters)  # noqa: S608
+    return [EnvRecord(*(*row[:-1], bool(row[-1]))) for row in rows]  # stored as 0 or 1
 
 
 # ---- events
 
 
-def add_event(db: sqlite3.Connection, kind: str, **data: Any) -> None:
-    row = db.execute(
-        "INSERT INTO events (at, kind, data) VALUES (?, ?, ?)", (time.time(), kind, msgspec.json.encode(data).decode())
-    )
-    if row.lastrowid and row.lastrowid % PRUNE_EVENTS_EVERY == 0:
-        db.execute("DELETE FROM events WHERE id <= ?", (row.lastrowid - EVENTS_KEPT,))
+def add_event(db: Connection, kind: str, **data: Any) -> None:
+    (event_id,) = db.execute(
+        "INSERT INTO events (at, kind, data) VALUES (?, ?, ?) RETURNING id",
+        (time.time(), kind, msgspec.json.encode(data).decode()),
+    ).fetchone()
+    if event_id % PRUNE_EVENTS_EVERY == 0:
+        db.execute("DELETE FROM events WHERE id <= ?", (event_id - EVENTS_KEPT,))
 
 
-def events_after(db: sqlite3.Connection, last_id: int, limit: int) -> list[Event]:
+def events_after(db: Connection, last_id: int, limit: int) -> list[Event]:
     rows = db.execute("SELECT id, at, kind, data FROM events WHERE id > ? ORDER BY id LIMIT ?", (last_id, limit))
     return [Event(*row) for row in rows]
 
 
-def event_ends(db: sqlite3.Connection) -> tuple[int, int]:
+def event_ends(db: Connection) -> tuple[int, int]:
     """Ids of the oldest and of the newest event that is kept; (1, 0) while there is none."""
-    # Two subqueries: SQLite then reads only the two ends of the table.
+    # Two subqueries: only the two ends of the table are read.
     oldest, newest = db.execute("SELECT (SELECT min(id) FROM events), (SELECT max(id) FROM events)").fetchone()
     return (1, 0) if newest is None else (oldest, newest)

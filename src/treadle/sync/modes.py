@@ -6,19 +6,17 @@ lora_only               write an adapter; the engine loads it while it serves
 none, lora_restart      write the model or the adapter, and restart the engine from it
 offline                 no engine
 
-Neither the training loop nor the policy knows which mode is used.
+Several engines (reload, lora_only): fleet.py. Neither the training loop nor the policy knows which mode is used.
 """
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -28,8 +26,9 @@ from treadle.errors import ModelError
 from treadle.log import get_logger
 from treadle.sync.delta import DELTA_FROM, WeightUpdate, as_tensors, find_changes, set_weight, smaller_form
 from treadle.sync.fingerprint import whole_fingerprint
+from treadle.sync.fleet import FleetSync
 from treadle.sync.layout import Layout
-from treadle.sync.model_folders import NUM_KEPT, LiveFolder
+from treadle.sync.model_folders import LiveFolder
 from treadle.sync.protocol import (
     NOT_VERIFIED,
     AttachedModel,
@@ -43,15 +42,8 @@ from treadle.sync.protocol import (
 )
 from treadle.sync.shared_vllm import BroadcastSync, SingleCopySync
 from treadle.sync.verify import Compared, ExpectedState, PublishVerifier
-from treadle.wire.bridge import (
-    BridgeInfo,
-    LoadAdapter,
-    LoadedAdapter,
-    ReloadWeights,
-    RestartEngine,
-    UnloadAdapter,
-    Updated,
-)
+from treadle.sync.version_files import AdapterFiles, WeightFiles
+from treadle.wire.bridge import BridgeInfo, RestartEngine, Updated
 
 COMPARED = (torch.bfloat16, torch.float16)  # delta: number formats that are compared element by element
 log = get_logger("sync")
@@ -80,26 +72,29 @@ class _FileSync:
 
 
 class ReloadSync(_FileSync):
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__(config)
+        self._files = WeightFiles()
+
     def publish(self, policy: Publishable, version: int) -> PublishResult:
         self._verifier.settle()
         started = time.monotonic()
         policy.write_live_weights()
-        folder = self._save(policy, self._live.prepare(), f"weights_v{version}")
-        body = ReloadWeights(path=str(folder), policy_version=version)
-        updated = self._engine.post("/reload_weights", body, Updated)
+        folder = self._save(policy, self._live.prepare(), version)
+        handed = self._files.hand_over(self._engine, folder, version)
         written = time.monotonic()
-        verified = self._verifier.verify(policy, version, updated.policy_version)
+        verified = self._verifier.verify(policy, version, handed.version)
         return PublishResult(
             version=version,
             wait_s=0.0,
             write_s=written - started,
-            hold_s=updated.held_s,
+            hold_s=handed.held_s,
             num_bytes=self._live.keep_newest(folder),
             verified=verified,
         )
 
-    def _save(self, policy: Publishable, root: Path, name: str) -> Path:
-        return policy.save_model(root, name)
+    def _save(self, policy: Publishable, root: Path, version: int) -> Path:
+        return self._files.save(policy, root, version)
 
 
 class KnownWeights:
@@ -150,35 +145,23 @@ class DeltaSync(ReloadSync):
         self._known_version = version
         return receipt
 
-    def _save(self, policy: Publishable, root: Path, name: str) -> Path:
+    def _save(self, policy: Publishable, root: Path, version: int) -> Path:
         if self._known is None:
             self._known = KnownWeights(policy.served_weights())
-            return policy.save_model(root, name)
+            return super()._save(policy, root, version)
         tensors = as_tensors(self._known.advance(policy.served_weights()))
-        return policy.save_weights(root, name, tensors, {DELTA_FROM: str(self._known_version)})
-
-
-class _AdapterStatus(msgspec.Struct):
-    name: str
-    policy_version: int | None  # None: loaded by hand, and left alone
-
-
-class _LoraStatus(msgspec.Struct):
-    """The used fields of GET /lora/status."""
-
-    adapters: list[_AdapterStatus]
+        return policy.save_weights(root, f"weights_v{version}", tensors, {DELTA_FROM: str(self._known_version)})
 
 
 class LoraSwapSync(_FileSync):
-    """Every publish is a new adapter under a new name: engines cache by name, and running requests keep their adapter.
-    The newest two stay loaded. With --single-copy the trainer reads the engine's base model instead of loading it."""
+    """Every publish is a new adapter. With --single-copy the trainer reads the engine's base model instead of loading
+    it."""
 
     compares = "adapter"
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__(config)
-        self._kept: list[str] = []  # adapters that stay loaded
-        self._suffix = secrets.token_hex(3)  # a resumed run must not reuse an adapter name
+        self._files = AdapterFiles()
 
     def attach(self) -> AttachedModel:
         attached = super().attach()
@@ -192,19 +175,12 @@ class LoraSwapSync(_FileSync):
         self._verifier.settle()
         started = time.monotonic()
         policy.write_live_weights()
-        folder = policy.save_adapter(self._live.prepare(), f"adapter_v{version}")
-        body = LoadAdapter(
-            adapter_path=str(folder), adapter_name=f"adapter_v{version}-{self._suffix}", policy_version=version
-        )
-        loaded = self._engine.post("/lora/load", body, LoadedAdapter)
+        folder = self._files.save(policy, self._live.prepare(), version)
+        handed = self._files.hand_over(self._engine, folder, version)
         sent = time.monotonic()
-        verified = self._verifier.verify(policy, version, loaded.policy_version, loaded.adapter_name)
+        verified = self._verifier.verify(policy, version, handed.version, handed.adapter)
         num_bytes = self._live.keep_newest(folder)
-        self._kept = [*self._kept, loaded.adapter_name][-NUM_KEPT:]
-        # Unload the policy's adapters that are two publishes old, or from before a resume.
-        for adapter in self._engine.get("/lora/status", _LoraStatus).adapters:
-            if adapter.policy_version is not None and adapter.name not in self._kept:
-                self._engine.post("/lora/unload", UnloadAdapter(adapter_name=adapter.name), dict)
+        self._files.clean_up(self._engine, handed)
         return PublishResult(
             version=version,
             wait_s=0.0,
@@ -364,7 +340,7 @@ SYNC_MODES: dict[str, Callable[[TrainConfig], SyncMode]] = {
 
 
 def choose_sync(config: TrainConfig) -> SyncMode:
-    mode = SYNC_MODES[config.weight_bridge_mode](config)
+    mode = FleetSync(config) if config.has_fleet else SYNC_MODES[config.weight_bridge_mode](config)
     if config.publish_interval == 1:
         return mode
     return PublishEveryNth(mode, interval=config.publish_interval, last=config.steps)

@@ -25,7 +25,7 @@ from treadle.net.client import OK, BlockingHttpClient, Failure, HttpAnswer, Late
 from treadle.sync.gate import PUBLISHER_HEADER, this_publisher
 from treadle.sync.layout import Layout
 from treadle.sync.model_folders import LiveFolder, is_same_model, local_folder
-from treadle.wire.bridge import TOKEN_VARIABLE, BridgeInfo
+from treadle.wire.bridge import TOKEN_VARIABLE, BridgeInfo, UnloadAdapter
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +170,7 @@ class EngineLink:
 
     @classmethod
     def of_trainer(cls, config: TrainConfig) -> Self:
-        return cls(config.engine_url, config.publish_deadline_s, save_path=config.save_path)
+        return cls(config.engine_url[0], config.publish_deadline_s, save_path=config.save_path)
 
     def post(self, path: str, body: msgspec.Struct, answer: type[T]) -> T:
         """Send a request that may take as long as a publish."""
@@ -241,6 +241,24 @@ class EngineLink:
                 f"the engine at {self.url} answered {method} {path} with something else than was asked for: {error}",
                 fix="use an engine of the same release",
             ) from None
+
+
+class _AdapterStatus(msgspec.Struct):
+    name: str
+    policy_version: int | None  # None: loaded by hand, and left alone
+
+
+class _LoraStatus(msgspec.Struct):
+    """The used fields of GET /lora/status."""
+
+    adapters: list[_AdapterStatus]
+
+
+def unload_other_adapters(engine: EngineLink, kept: Sequence[str]) -> None:
+    """Unload the policy's adapters that are two publishes old, or from before a resume."""
+    for adapter in engine.get("/lora/status", _LoraStatus).adapters:
+        if adapter.policy_version is not None and adapter.name not in kept:
+            engine.post("/lora/unload", UnloadAdapter(adapter_name=adapter.name), dict)
 
 
 # ---- attach: the engine must serve the model, number format and quantization that are to be trained

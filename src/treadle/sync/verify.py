@@ -14,7 +14,6 @@ always compute, and for the next token, for which they may use their prefix cach
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -34,6 +33,7 @@ from treadle.errors import SyncError
 from treadle.log import get_logger
 from treadle.sync.canary import MAX_OVER_MEAN, MEAN_BOUNDS, Canary, ask_canary, prepare_canary
 from treadle.sync.fingerprint import FingerprintCache, begin_fingerprints, fingerprints
+from treadle.sync.model_folders import weight_files
 from treadle.sync.protocol import NOT_VERIFIED, EngineLink, Publishable, Verified
 from treadle.sync.shards import ShardMap, check_shards, distinct_shards, for_every_holder
 from treadle.wire.bridge import AskFingerprints, BridgeInfo, Fingerprints, Shards
@@ -298,7 +298,7 @@ def check_saved_weights(weights: Iterable[tuple[str, Tensor]], folder: Path) -> 
     views = dict(weights)
     served = fingerprints(views.items(), 0)
     saved: dict[str, str] = {}
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         with safe_open(file, framework="pt") as opened:
             names = [name for name in opened.keys() if name in views]  # noqa: SIM118 - it is no dictionary
             own = ((name, opened.get_tensor(name).to(views[name].dtype)) for name in names)
@@ -312,11 +312,3 @@ def check_saved_weights(weights: Iterable[tuple[str, Tensor]], folder: Path) -> 
             "--use-shared-memory), and report the model",
         )
     return len(saved)
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that belong to the model; the folder may contain other formats or leftovers."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))

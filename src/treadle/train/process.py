@@ -63,7 +63,7 @@ class WatchedSync:
 
     def attach(self) -> AttachedModel:
         loaded = WaitSpec(
-            f"the engine at {shown_url(self._config.engine_url)} to be ready",
+            f"the engine at {' '.join(map(shown_url, self._config.engine_url))} to be ready",
             fix="start it with `treadle engine`, or name another with --engine-url; its log says how far it is",
             of="engine",
             deadline_s=LOADING_S,

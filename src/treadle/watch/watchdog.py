@@ -25,6 +25,7 @@ from treadle.net.client import OK, BlockingHttpClient, NoAnswer
 from treadle.watch.describe import ENDED, short
 from treadle.watch.stacks import include_tasks_of, write_stacks
 from treadle.watch.waits import Wait, Waits, WaitSpec
+from treadle.wire.engines import ServedEngine
 from treadle.wire.hub import Kind, ProcessReport, ReportTaken, WaitReport, WorkReport
 
 log = get_logger("watchdog")
@@ -81,6 +82,7 @@ class ProcessFacts:
     counts: dict[str, float] = field(default_factory=dict)
     env_id: int | None = None
     work: WorkReport | None = None
+    serves: ServedEngine | None = None
 
 
 @dataclass
@@ -210,6 +212,7 @@ def report_of(kind: Kind, name: str, about: ProcessFacts, waits: Waits) -> Proce
         counts=about.counts,
         env_id=about.env_id,
         work=about.work,
+        serves=about.serves,
         waits=[_wait_report(wait) for wait in longest[:MAX_REPORTED_WAITS]],
     )
 

@@ -67,6 +67,7 @@ class BridgeInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     max_num_seqs: int
     adapter_root: str  # the folder from which adapters and weights are loaded
     num_workers: int = 1  # processes that have a part of the weights each (tensor parallel)
+    engine_id: str = ""  # another one after every start of the engine
 
 
 class WeightPart(msgspec.Struct, frozen=True, array_like=True):

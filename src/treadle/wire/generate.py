@@ -76,6 +76,7 @@ class GenerateAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_logprobs: list[dict[str, float] | None] | None = None
     num_tokens: int = 0
     seconds: float = 0.0
+    engine_id: str = ""  # of the engine that sampled it; another one after every start
 
 
 class GenerateChunk(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from treadle.wire.engines import ServedEngine
 from treadle.wire.groups import ScoredGroup
 
 
@@ -167,6 +168,7 @@ class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     env_id: int | None = None  # of an environment, once it is registered
     work: WorkReport | None = None
     waits: list[WaitReport] = []  # the longest first
+    serves: ServedEngine | None = None  # of an engine that takes part in this run's fleet
 
 
 class ReportTaken(msgspec.Struct, frozen=True, kw_only=True):

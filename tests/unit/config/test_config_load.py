@@ -127,7 +127,7 @@ def test_settings_of_several_processes_can_be_stated_once_for_all(tmp_path: Path
     file.write_text('max_age = 2\n[env]\npace = "stream"\n')
     stream = load_process(file, {}, "train")
     assert (stream.env.max_age, stream.train.max_age) == (2, 0), "a trainer does not wait for a stream"
-    assert (run.train.engine_url, run.openai.base_url) == ("http://engine", ("http://engine",))
+    assert (run.train.engine_url, run.openai.base_url) == (("http://engine",), ("http://engine",))
 
 
 def test_every_atropos_spelling_names_a_setting() -> None:

@@ -102,7 +102,7 @@ def test_every_setting_appears_exactly_once(section: str, model: type[Section]) 
         "--train-layer-indices RANGE [RANGE ...]",
         "--metrics-file FILE",
         "--save-path PATH",
-        "--engine-url URL",
+        "--engine-url URL [URL ...]",
     ],
 )
 def test_the_help_says_what_kind_of_value_a_flag_takes(shown: str) -> None:

@@ -26,6 +26,7 @@ WITH_SECRETS = {
     "openai.base_url": f"http://engine:9001/t/{SECRET}/v1",
     "train.hub_url": f"https://user:{SECRET}@hub:8000",
     "engine.vllm_args": f"--hf-token {SECRET} --seed 3",
+    "hub.store": f"postgresql://treadle:{SECRET}@db/run",
     "env.args": json.dumps({
         "judge": {"api_key": SECRET, "url": f"http://judge?token={SECRET}"},
         "headers": {"X-Api-Key": SECRET, "Authorization": f"Bearer {SECRET}"},
@@ -86,7 +87,7 @@ def test_each_process_gets_the_secrets_of_its_own_sections(config: RunConfig, tm
         return {spec.name: set(json.loads(spec.env.get(VARIABLE, "{}"))) for spec in plan.processes}
 
     own_servers = given(plan_of(config))
-    assert (own_servers["hub"], own_servers["engine"]) == (set(), {"engine.vllm_args"})
+    assert (own_servers["hub"], own_servers["engine"]) == ({"hub.store"}, {"engine.vllm_args"})
     plan = plan_of(merge_addresses(config, explicit))
     save_run(plan.config, tmp_path / "config.json")
     assert given(plan) == {

@@ -69,7 +69,7 @@ def test_lists_booleans_and_ports_as_atropos_users_write_them():
     assert train.lora_target_modules == ("q_proj", "v_proj")
     assert train.train_layer_indices == (0, 1, 2, 3, 28, 29, 30, 31)
     assert train.track == ("wandb",)
-    assert train.engine_url == "http://127.0.0.1:9005"
+    assert train.engine_url == ("http://127.0.0.1:9005",)
     assert train.lr == 1e-6
     assert not train.normalize_std
     assert (train.clip_low, train.clip_high) == (0.1, 0.1)

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from bench.page_history import GROUP_SIZE, write_config, write_metrics, write_run
 from treadle.dash.routes import open_pages
 from treadle.dash.web import HEADERS
-from treadle.store import Store
+from treadle.store import SqliteStore, Store
 
 NUM_STEPS, NUM_GROUPS = 20, 200
 
@@ -34,7 +34,7 @@ def client_of(store: Store, run_folder: Path | None) -> Iterator[TestClient]:
 
 @pytest.fixture(scope="module")
 def client(run_folder: Path) -> Iterator[TestClient]:
-    with Store.open(run_folder / "hub.sqlite") as store:
+    with SqliteStore.open(run_folder / "hub.sqlite") as store:
         yield from client_of(store, run_folder)
 
 
@@ -179,7 +179,7 @@ def test_the_sampling_note_is_of_the_only_environment(tmp_path: Path, envs: list
     (tmp_path / "config.json").write_text(json.dumps(config | {"envs": envs}))
     far = {"step": NUM_STEPS, "accuracy": 0.1, "interval_95": [0.05, 0.15]}
     (tmp_path / "evals" / f"step-{NUM_STEPS:06d}.json").write_text(json.dumps(far))
-    with Store.open(tmp_path / "hub.sqlite") as store:
+    with SqliteStore.open(tmp_path / "hub.sqlite") as store:
         for client in client_of(store, tmp_path):
             assert bool(client.get("/dash/api/now").json()["sampling_note"]) == has_note
 
@@ -207,7 +207,7 @@ def test_what_cannot_be_meant_is_answered_with_a_sentence(client: TestClient, pa
 
 
 def test_a_hub_without_a_run_folder_shows_its_rollouts_and_no_figures(tmp_path: Path):
-    with Store.open(tmp_path / "hub.sqlite") as store:
+    with SqliteStore.open(tmp_path / "hub.sqlite") as store:
         for client in client_of(store, None):
             assert client.get("/dash/api/series").json()["num_steps"] == 0
             assert client.get("/dash/api/now").json()["words"] == ["no trainer has registered yet"]

@@ -35,9 +35,9 @@ WIDTH = 110  # columns of what the pages show
 # Flags of other programs that the pages name by themselves, and how lines of other programs begin.
 FOREIGN_FLAGS = {
     "--nproc-per-node", "--nnodes", "--shutdown-timeout", "--ipc", "--shm-size", "--max-loras", "--full", "--load",
-    "--shape", "--clients", "--scheduler-cls", "--no-async-scheduling",
+    "--shape", "--clients", "--scheduler-cls", "--no-async-scheduling", "--partition", "--account",
 }  # fmt: skip
-OTHER_PROGRAMS = ("python bench", "docker ", "torchrun ", "pytest ", "./check", "pip ")
+OTHER_PROGRAMS = ("python bench", "docker ", "torchrun ", "pytest ", "./check", "pip ", "srun ", "squeue ", "scancel ")
 
 
 def test_every_command_is_run_or_marked() -> None:

@@ -56,6 +56,7 @@ class EngineDouble:
         self.requests: list[GenerateRequest] = []
         self.authorizations: list[str | None] = []
         self.policy_version: Callable[[], int] = lambda: 0
+        self.engine_id = ""
         self.health_values: dict[str, Any] = {}  # of EngineHealth
         self._arrived: dict[str, int] = {}
         self._complete: dict[str, asyncio.Event] = {}
@@ -93,6 +94,7 @@ class EngineDouble:
             policy_version=self.policy_version(),
             logprobs=[[[{str(token): -0.5}] for token in ids] for ids in tokens],
             seconds=0.25,
+            engine_id=self.engine_id,
         )
         return Response(msgspec.json.encode(answer), media_type="application/json")
 

@@ -51,7 +51,7 @@ class Parrot:
     error: Exception | None = None
     prompts: list[str] = field(default_factory=list)
 
-    async def generate(self, prompt_token_ids, *, n=1, max_tokens, temperature, seed=None, stop=()):
+    async def generate(self, prompt_token_ids, *, n=1, max_tokens, temperature, seed=None, stop=(), conversation=""):
         self.prompts.append(self.tokenizer.decode(list(prompt_token_ids), skip_special_tokens=False))
         if self.error is not None:
             raise self.error

@@ -34,7 +34,7 @@ class Script:
     prompts: list[list[int]] = field(default_factory=list)
     asked: list[dict] = field(default_factory=list)
 
-    async def generate(self, prompt_token_ids, *, n=1, max_tokens, temperature, seed=None, stop=()):
+    async def generate(self, prompt_token_ids, *, n=1, max_tokens, temperature, seed=None, stop=(), conversation=""):
         self.prompts.append(list(prompt_token_ids))
         self.asked.append({"max_tokens": max_tokens, "seed": seed, "stop": stop})
         text = self.says.pop(0)

@@ -40,7 +40,7 @@ class Script:
     num_given_up: int = 0
     hangs_at: int | None = None  # the call, counted from 1, that is never answered
 
-    async def generate(self, prompt_token_ids, *, n=1, max_tokens, temperature, seed=None, stop=()):
+    async def generate(self, prompt_token_ids, *, n=1, max_tokens, temperature, seed=None, stop=(), conversation=""):
         prompt = self.tokenizer.decode(list(prompt_token_ids), skip_special_tokens=False)
         self.calls.append({"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "seed": seed})
         try:

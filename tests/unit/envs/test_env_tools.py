@@ -35,7 +35,7 @@ class ScriptedPolicy:
         self._finish_reason = finish_reason
         self.prompts: list[str] = []
 
-    async def generate(self, prompt_token_ids, *, n=1, max_tokens, temperature, seed=None, stop=()):
+    async def generate(self, prompt_token_ids, *, n=1, max_tokens, temperature, seed=None, stop=(), conversation=""):
         self.prompts.append(self._tokenizer.decode(prompt_token_ids))
         text = self._texts.pop(0)
         completion = Completion([1] * 3, [-0.5] * 3, text, self._finish_reason, policy_version=0)

@@ -12,7 +12,7 @@ from treadle.config.schema import HubConfig
 from treadle.hub.endpoint import access_of
 from treadle.hub.process import app_of
 from treadle.hub.state import HubState
-from treadle.store import Store
+from treadle.store import SqliteStore, Store
 
 LOCAL = "http://127.0.0.1:8000"
 
@@ -76,7 +76,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubConfig:
 
 @pytest.fixture
 def store(config: HubConfig, clock: HandClock) -> Iterator[Store]:
-    with Store.open(config.database, clock=clock, max_bytes=20_000_000) as opened:
+    with SqliteStore.open(config.database, clock=clock, max_bytes=20_000_000) as opened:
         yield opened
 
 

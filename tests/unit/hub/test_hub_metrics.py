@@ -14,7 +14,7 @@ from treadle.hub.endpoint import access_of
 from treadle.hub.process import app_of
 from treadle.hub.state import HubState
 from treadle.net.prometheus_text import CONTENT_TYPE, Histogram, Page
-from treadle.store import Store
+from treadle.store import SqliteStore
 from treadle.wire.groups import BINARY_TYPE, ScoredGroup, join_groups, pack_group
 
 PLACES = ("queue_groups", "leased_groups", "trained_groups_total", "dropped_groups_total", "dead_groups_total")
@@ -104,13 +104,13 @@ def test_every_accepted_group_is_counted_in_exactly_one_state(client, calls, fig
 
 
 def test_what_the_store_knows_survives_a_restart(config, clock):
-    with Store.open(config.database, clock=clock) as store, hub_of(store, config, clock) as calls:
+    with SqliteStore.open(config.database, clock=clock) as store, hub_of(store, config, clock) as calls:
         env_id = start(calls)
         calls.post(0, 1, 2, env_id=env_id)
         calls.lease(1)
         before = Figures(calls.client)
     names = ("accepted_groups_total", "delivered_groups_total", "queue_groups", "leased_groups", "queue_bytes")
-    with Store.open(config.database, clock=clock) as again, hub_of(again, config, clock) as other:
+    with SqliteStore.open(config.database, clock=clock) as again, hub_of(again, config, clock) as other:
         after = Figures(other.client)
     values = [before(name, env="math_0") for name in names]
     assert values[:-1] == [3, 2, 1, 2]

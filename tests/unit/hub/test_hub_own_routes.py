@@ -12,9 +12,10 @@ import pytest
 
 from treadle.config.schema import HubConfig
 from treadle.hub.endpoint import access_of
+from treadle.hub.presence import PRESENT_FOR_S, Presence
 from treadle.hub.process import app_of
 from treadle.hub.state import HubState
-from treadle.store import Store, groups
+from treadle.store import EnvRecord, Store, groups
 from treadle.wire.groups import BINARY_TYPE, LeaseAnswer, ScoredGroup
 from treadle.wire.hub import EnvState, HubStatus
 
@@ -311,3 +312,28 @@ def test_what_msgpack_can_say_and_json_cannot_is_refused(client, rest):
     plain = msgspec.msgpack.encode([msgspec.msgpack.encode(packed | {"rest": {"images": [None, {"a": "x"}]}})])
     assert client.post("/v1/groups", content=plain, headers={"Content-Type": BINARY_TYPE}).status_code == 200
     assert client.get("/latest_example").json()["images"] == [None, {"a": "x"}]
+
+
+def test_environments_that_ask_at_once_are_read_from_the_store_once(clock) -> None:
+    registered = [EnvRecord(n, f"e_{n}", "e", 1.0, 8, 64, None, 0, connected=True) for n in range(3)]
+    num_reads = 0
+
+    def read_envs() -> list[EnvRecord]:
+        nonlocal num_reads
+        num_reads += 1
+        return registered
+
+    def shares() -> list[float]:
+        return [present.batch_share(n) for n in range(3) if (present := presence.others_with(n))]
+
+    presence = Presence(clock, read_envs)
+    assert shares() == pytest.approx([1 / 3] * 3)
+    assert num_reads == 1
+    assert presence.others_with(3) is None
+    registered.append(EnvRecord(3, "e_3", "e", 3.0, 8, 64, None, 0, connected=True))
+    presence.registrations_changed()
+    assert shares() == pytest.approx([1 / 6] * 3)
+    clock.now_s += 2 * PRESENT_FOR_S
+    before = num_reads
+    assert shares() == pytest.approx([1 / 6] * 3)
+    assert num_reads == before + 1

@@ -79,7 +79,7 @@ def test_only_what_is_missing_is_started(flags, started) -> None:
     assert set(server_addresses(plan.config)) == {"hub", "engine"} & set(started)
     hub, engine = flags.get("hub_url", "http://127.0.0.1:8000"), flags.get("engine_url", "http://127.0.0.1:9001")
     assert plan.hub_url == plan.config.train.hub_url == plan.config.env.hub_url == hub
-    assert plan.config.train.engine_url == engine
+    assert plan.config.train.engine_url == (engine,)
     assert plan.config.openai.base_url == (f"{engine}/v1",)
     assert _start_phase(plan).endswith(" and ".join(name for name in started if name in ("hub", "engine")) or "trainer")
 
@@ -111,16 +111,23 @@ def test_every_spelling_of_the_hubs_address_attaches_the_run(flags) -> None:
 )
 def test_every_spelling_of_the_engines_address_attaches_the_run(flags) -> None:
     config = attached(flags)
-    assert config.engine_url == config.train.engine_url == ENGINE
+    assert config.engine_url == config.train.engine_url == (ENGINE,)
     assert config.openai.base_url == (f"{ENGINE}/v1",)
+
+
+@pytest.mark.parametrize("key", ["engine_url", "train.engine_url", "openai.base_url"])
+def test_several_engines_are_asked_by_the_table_of_the_hub(key: str) -> None:
+    config = attached({key: f"{ENGINE} http://far:9001"})
+    assert config.engine_url == config.train.engine_url == (ENGINE, "http://far:9001")
+    assert (config.openai.base_url, config.train.weight_bridge_mode) == (("hub",), "reload")
 
 
 @pytest.mark.parametrize(
     ("flags", "says", "fix"),
     [
         ({"hub_url": HUB, "train.hub_url": "http://far:8000"}, "--hub-url .* and --train.hub-url", "--hub-url"),
-        ({"engine_url": ENGINE, "openai.base_url": "http://far:9"}, "name two engines", "give only --engine-url"),
-        ({"openai.base_url": f"{ENGINE} http://far:9001"}, "names 2 engines", "give only --engine-url"),
+        ({"engine_url": ENGINE, "openai.base_url": "http://far:9"}, "name different engines", "give only --engine-url"),
+        ({"engine_url": f"{ENGINE} {ENGINE}/v1"}, "names an engine twice", "name each once"),
         ({"hub_url": "127.0.0.1:8300"}, "is not the URL of a hub", "--hub-url http://"),
         ({"hub_url": "http://far:99999/t/SECRET"}, "'http://far:99999' is not the URL", "--hub-url http://"),
         ({"train.engine_url": "http://"}, "is not the URL of an engine", "--engine-url http://"),
@@ -250,9 +257,9 @@ def test_the_model_is_the_engines_and_another_is_refused(tmp_path: Path) -> None
 def test_a_new_run_refuses_an_engine_with_the_weights_of_another(info, says) -> None:
     config, used = attached({"engine_url": ENGINE}), msgspec.structs.replace(INFO, **info)
     with pytest.raises(ConfigError, match=says):
-        attachment.refuse_used_engine(config, used)
+        attachment.refuse_used_engine(config, ENGINE, used)
     offline = attached({"engine_url": ENGINE, "train.weight_bridge_mode": "offline"})
-    attachment.refuse_used_engine(offline, used)
+    attachment.refuse_used_engine(offline, ENGINE, used)
 
 
 # A hub that runs

@@ -23,7 +23,7 @@ from treadle.launch.hubs_of_runs import recorded_hub
 from treadle.launch.supervisor import StopRequest, Supervisor
 from treadle.net.access_tokens import HUB_TOKEN_VARIABLE, role_token
 from treadle.net.probe import answers_ok, get
-from treadle.store import Store
+from treadle.store import SqliteStore
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> RunConfig:
 
 
 def test_the_page_of_a_run_that_is_over_is_served_with_its_figures(run: RunConfig, tmp_path: Path) -> None:
-    with Store.open(run.hub.database, clock=awake_s):
+    with SqliteStore.open(run.hub.database, clock=awake_s):
         pass
     command = [sys.executable, "-m", "treadle", "dash", str(tmp_path), "--no-open"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -112,7 +112,7 @@ def test_the_start_page_asks_for_the_token_of_the_environment(tmp_path: Path) ->
     config = with_values(write_run(folder), {"hub.database": folder / "hub.sqlite"})
     save_run(config, folder / "config.json")
     (folder / "request.json").write_text("{}")
-    with Store.open(folder / "hub.sqlite", clock=awake_s):
+    with SqliteStore.open(folder / "hub.sqlite", clock=awake_s):
         pass
     secret = "a-token-of-more-than-sixteen"  # noqa: S105
     command = [sys.executable, "-m", "treadle", "dash", str(tmp_path), "--no-open"]

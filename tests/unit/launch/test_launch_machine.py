@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from treadle.errors import PortInUse
-from treadle.launch.machine import ANY_FREE, held_ports, port_of
+from treadle.launch.machine import ANY_FREE, held_ports, of_this_machine, port_of
+from treadle.launch.placement import LocalPlacement
 from treadle.launch.supervisor import StopRequest, Supervisor
 from treadle.net.address import take_port
 from treadle.net.probe import answers_ok
@@ -83,7 +84,7 @@ def test_a_child_serves_on_the_reserved_socket_and_frees_it_at_its_end(make_spec
     with held_ports({"hub": (LOOPBACK, ANY_FREE)}) as listeners:
         port = port_of(listeners["hub"])
         url = f"http://{LOOPBACK}:{port}/healthz"
-        with Supervisor(StopRequest(), listeners=listeners) as supervisor:
+        with Supervisor(StopRequest(), placement=LocalPlacement(listeners)) as supervisor:
             supervisor.start([make_spec("hub", SERVER.format(port=port), ready_url=url)])
             assert answers_ok(url)
             assert listeners["hub"].fileno() == -1, "only the child has it now"
@@ -94,7 +95,7 @@ def test_a_connection_made_before_the_server_is_up_waits_in_line(make_spec) -> N
     with held_ports({"hub": (LOOPBACK, ANY_FREE)}) as listeners:
         port = port_of(listeners["hub"])
         early = socket.create_connection((LOOPBACK, port), timeout=20)
-        with early, Supervisor(StopRequest(), listeners=listeners) as supervisor:
+        with early, Supervisor(StopRequest(), placement=LocalPlacement(listeners)) as supervisor:
             early.sendall(b"GET / HTTP/1.0\r\n\r\n")
             supervisor.start([make_spec("hub", SERVER.format(port=port), ready_url=f"http://{LOOPBACK}:{port}/")])
             assert early.recv(12) == b"HTTP/1.0 200"
@@ -104,3 +105,8 @@ def test_the_launcher_needs_no_web_server_to_hold_a_port(tmp_path: Path) -> None
     code = "import sys, treadle.launch.machine; print({'uvicorn', 'starlette', 'uvloop'} & set(sys.modules))"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert output.stdout.strip() == "set()"
+
+
+def test_a_port_is_reserved_only_for_a_server_of_this_machine() -> None:
+    here, elsewhere = (LOOPBACK, 8000), ("203.0.113.7", 9001)  # an address for documentation
+    assert of_this_machine({"hub": here, "engine": elsewhere}) == {"hub": here}

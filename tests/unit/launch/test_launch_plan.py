@@ -11,7 +11,7 @@ from treadle.config.load import explicit_keys
 from treadle.config.train import FLOAT32_LR
 from treadle.errors import ConfigError
 from treadle.launch.machine import MachineFacts
-from treadle.launch.process_plan import NO_TOKENS, AccessTokens, RunPlan, build_plan
+from treadle.launch.process_plan import NO_TOKENS, AccessTokens, RunPlan, build_plan, server_addresses
 from treadle.net.access_tokens import CLIENT_ROLES, role_token
 
 RUN = Path("/data/runs/20260102-030405-arithmetic-addition")
@@ -175,7 +175,7 @@ def test_free_default_ports_are_taken_and_urls_follow() -> None:
     plan = plan_for()
     assert (plan.config.hub.port, plan.config.engine.port) == (8000, 9001)
     assert plan.config.train.hub_url == plan.config.env.hub_url == "http://127.0.0.1:8000"
-    assert plan.config.train.engine_url == "http://127.0.0.1:9001"
+    assert plan.config.train.engine_url == ("http://127.0.0.1:9001",)
     assert plan.config.openai.base_url == ("http://127.0.0.1:9001/v1",)
 
 
@@ -287,3 +287,42 @@ def test_only_waves_are_leased_ahead(pace: str, ahead: int) -> None:
     config = plan_for({"env.pace": pace, "env.max_age": 2}).config
     assert config.train.max_age == ahead
     assert config.env.state_dir == RUN / "env"
+
+
+FLEET = {"engines": "3", "train.weight_bridge_mode": "reload"}
+FLEET_PORTS = {"hub": 8000, "engine": 9001, "engine-1": 9002, "engine-2": 9003}
+
+
+def test_several_engines_join_the_table_of_the_hub() -> None:
+    plan = plan_for(FLEET, ports=FLEET_PORTS)
+    engines = {spec.name: spec for spec in plan.processes if spec.kind == "engine"}
+    assert list(engines) == ["engine", "engine-1", "engine-2"]
+    assert engines["engine-2"].argv[-4:] == ("--name", "engine-2", "--port", "9003")
+    assert engines["engine-2"].ready_url == "http://127.0.0.1:9003/health"
+    config = plan.config
+    assert (config.engine.join, config.train.engine_url, config.openai.base_url) == (
+        "http://127.0.0.1:8000", ("hub",), ("hub",),
+    )  # fmt: skip
+    assert config.engine.threads == 8 // 3
+    assert server_addresses(config) == {name: ("127.0.0.1", port) for name, port in FLEET_PORTS.items()}
+
+
+def test_without_own_engines_the_run_waits_for_those_that_join() -> None:
+    plan = plan_for({**FLEET, "engines": "0"})
+    assert [spec.name for spec in plan.processes] == ["hub", "env", "trainer"]
+    assert plan.config.openai.base_url == ("hub",)
+
+
+def test_engines_that_run_already_are_in_the_table_too() -> None:
+    urls = "http://a:9001 http://b:9001"
+    plan = plan_for({"engine_url": urls, "train.weight_bridge_mode": "reload"})
+    assert [spec.name for spec in plan.processes] == ["hub", "env", "trainer"]
+    assert (plan.config.train.engine_url, plan.config.openai.base_url) == (tuple(urls.split()), ("hub",))
+
+
+def test_several_engines_publish_through_files_by_default() -> None:
+    assert load_run(None, {"engines": "2"}).train.weight_bridge_mode == "reload"
+    assert load_run(None, {"train.engine_url": "hub"}).train.weight_bridge_mode == "reload"
+    assert load_run(None, {}).train.weight_bridge_mode == "shared_vllm"
+    with pytest.raises(ConfigError, match="weight_bridge_mode shared_vllm publishes to one engine"):
+        load_run(None, {"engines": "2", "train.weight_bridge_mode": "shared_vllm"}).check_together()

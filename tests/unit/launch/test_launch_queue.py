@@ -16,7 +16,7 @@ from treadle.launch import job, resume
 from treadle.launch.process_plan import RunPlan
 from treadle.report.history import History, reader_of
 from treadle.report.summary import Outcome, Summary, summarize
-from treadle.store import Store
+from treadle.store import SqliteStore
 
 HUB = """
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -37,7 +37,7 @@ def run_folder(tmp_path: Path) -> Path:
     config = load_run(None, settings | {"env.task": "addition", "train.save_path": tmp_path / "checkpoints"})
     save_run(config, tmp_path / "config.json")
     (tmp_path / "request.json").write_text('{"steps": 9}')
-    Store.open(tmp_path / "hub.sqlite").close()
+    SqliteStore.open(tmp_path / "hub.sqlite").close()
     return tmp_path
 
 

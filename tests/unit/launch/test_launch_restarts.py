@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.processes import free_port
 from treadle.errors import ProcessDied, UserError
 from treadle.launch.process_plan import ProcessSpec
 from treadle.launch.ranks import rank_variables
-from treadle.launch.restarts import Progress, RankEnd, TrainerRestarts, first_of, with_rendezvous
+from treadle.launch.restarts import Progress, RankEnd, Replacements, TrainerRestarts, first_of, with_rendezvous
 from treadle.launch.supervisor import StopRequest, Supervisor
 
 LOST = RankEnd("trainer", 1, "rank 0 of 2 lost rank 1 (process 99) while adding up the gradients: Connection closed")
@@ -189,3 +191,73 @@ print("asked", len(signals), flush=True)
         supervisor.start(specs)
         supervisor.wait(lambda: all("ready" in spec.log_path.read_text() for spec in specs))
     assert [spec.log_path.read_text().split()[-2:] for spec in specs] == [["asked", "1"]] * 2
+
+
+# ---- processes that are no trainers
+
+ENV_KILLED = RankEnd("env", -9, "", "exit code -9, ended by SIGKILL")
+
+
+def replacements_at(
+    *progress: Progress, max_restarts: int = 3, has_published: bool = True
+) -> tuple[Replacements, list[tuple[str, str]]]:
+    said: list[tuple[str, str]] = []
+    now = iter(progress).__next__
+    return Replacements(max_restarts, now, lambda *note: said.append(note), lambda: has_published), said
+
+
+def test_each_process_has_its_own_restarts_and_needs_a_further_step() -> None:
+    replacements, said = replacements_at(*(Progress(step, 0) for step in (1, 1, 1, 2, 3)), max_restarts=2)
+    assert replacements.refusal([ENV_KILLED]) == ""
+    engine = RankEnd("engine", 1, "", "exit code 1")
+    assert replacements.refusal([engine]) == ""
+    assert replacements.refusal([ENV_KILLED]) == "env ended again after 1 restart, before a further step was taken"
+    assert replacements.refusal([ENV_KILLED]) == ""
+    assert replacements.refusal([ENV_KILLED]) == "env ended again after 2 restarts (--cluster.max-restarts 2)"
+    assert said[0] == (
+        "env", "env died after step 1: exit code -9, ended by SIGKILL; it starts again (restart 1 of 2)"
+    )  # fmt: skip
+    assert [name for name, _ in said] == ["env", "engine", "env"]
+
+
+def test_an_error_with_a_remedy_is_no_reason_for_a_restart() -> None:
+    refused = RankEnd("env", 2, "there is no task 'digit'")
+    assert replacements_at(Progress(1, 0))[0].refusal([refused]) == "a new start would end in the same way"
+
+
+MORTAL = """
+import os, pathlib, signal, threading, time
+lives, die = pathlib.Path({lives!r}), pathlib.Path({die!r})
+with lives.open("a") as file: file.write({name!r} + "\\n")
+def end_once():
+    while not die.exists(): time.sleep(0.02)
+    die.unlink()
+    os.kill(os.getpid(), signal.SIGKILL)
+threading.Thread(target=end_once, daemon=True).start()
+{rest}
+"""
+
+
+@pytest.mark.parametrize(
+    ("victim", "again"), [("env", ["env"]), ("engine", ["engine", "trainer", "env"])], ids=["environment", "engine"]
+)
+def test_with_an_engine_its_callers_start_again_but_not_with_an_environment(
+    make_spec, server_code, tmp_path: Path, victim: str, again: list[str]
+) -> None:
+    lives, port = tmp_path / "lives", free_port()
+
+    def spec(name: str, rest: str, url: str | None = None) -> ProcessSpec:
+        die = tmp_path / ("die" if name == victim else "never")
+        return make_spec(name, MORTAL.format(lives=str(lives), die=str(die), name=name, rest=rest), ready_url=url)
+
+    replacements, said = replacements_at(Progress(3, 2))
+    with Supervisor(StopRequest(), replacements=replacements) as supervisor:
+        supervisor.start([spec("engine", server_code(port), f"http://127.0.0.1:{port}/health")])
+        for name in ("trainer", "env"):
+            supervisor.start([spec(name, "time.sleep(60)")])
+            supervisor.wait(lambda name=name: name in lives.read_text())
+        (tmp_path / "die").touch()
+        deadline = time.monotonic() + 30
+        supervisor.wait(lambda: len(lives.read_text().split()) == 3 + len(again) or time.monotonic() > deadline)
+    assert lives.read_text().split()[3:] == again
+    assert [name for name, _ in said] == [victim]

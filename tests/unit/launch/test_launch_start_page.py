@@ -24,7 +24,7 @@ from treadle.launch import hubs_of_runs
 from treadle.launch.dash_command import RunList, open_start_page
 from treadle.launch.hubs_of_runs import ChildHub, RunHubs, is_on_loopback, origin_of
 from treadle.net.access_tokens import HUB_TOKEN_VARIABLE, role_token
-from treadle.store import Store
+from treadle.store import SqliteStore
 
 SECRET = "a-token-of-more-than-sixteen"  # noqa: S105
 NAME = "20260101-000000-a"
@@ -78,7 +78,7 @@ def write_run(output: Path, name: str = NAME, **values: object) -> Path:
     folder.mkdir()
     save_run(load_run(None, {"hub.database": folder / "hub.sqlite", **values}), folder / "config.json")
     (folder / "request.json").write_text("{}")
-    with Store.open(folder / "hub.sqlite", clock=awake_s):
+    with SqliteStore.open(folder / "hub.sqlite", clock=awake_s):
         pass
     return folder
 
@@ -86,7 +86,7 @@ def write_run(output: Path, name: str = NAME, **values: object) -> Path:
 def is_locked(folder: Path) -> bool:
     """Whether a hub has the queue of the run open."""
     try:
-        with Store.open(folder / "hub.sqlite", clock=awake_s):
+        with SqliteStore.open(folder / "hub.sqlite", clock=awake_s):
             return False
     except ConfigError as error:
         return "in use" in error.message

@@ -16,7 +16,9 @@ import pytest
 from tests.e2e.processes import free_port
 from treadle.errors import ProcessDied, UserError
 from treadle.launch.process_plan import ProcessSpec
+from treadle.launch.restarts import EngineRestarts
 from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
+from treadle.net.probe import answers_ok
 
 SLEEP = "import time; time.sleep(60)"
 # Writes when it was asked to stop, then ends well: what the trainer does with its checkpoint.
@@ -258,3 +260,46 @@ def test_no_orphan_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:
         launcher.wait()
         launcher.stdout.close()
     wait_for(lambda: not any(is_running(pid) for pid in pids), "end of the orphans", seconds=8)
+
+
+def test_an_engine_of_a_fleet_that_dies_starts_again(make_spec, server_code) -> None:
+    ports = free_port(), free_port()
+    specs = [
+        make_spec(name, server_code(port), ready_url=f"http://127.0.0.1:{port}/healthz")
+        for name, port in zip(("engine", "engine-1"), ports, strict=True)
+    ]
+    said: list[str] = []
+    restarts = EngineRestarts(said.append, has_loaded=lambda *_: True)
+    with Supervisor(StopRequest(), engine_restarts=restarts) as supervisor:
+        supervisor.start(specs)
+        before = supervisor.pids["engine-1"]
+        os.kill(before, signal.SIGKILL)
+        supervisor.wait(lambda: supervisor.pids["engine-1"] != before)
+        wait_for(lambda: answers_ok(specs[1].ready_url or ""), "answer of the new engine")
+    assert len(said) == 1
+    assert "engine-1 ended (exit code -9" in said[0]
+
+
+def test_the_death_of_an_engine_ends_a_run_with_one_engine(make_spec, server_code) -> None:
+    port = free_port()
+    spec = make_spec("engine", server_code(port), ready_url=f"http://127.0.0.1:{port}/healthz")
+    with Supervisor(StopRequest()) as supervisor:
+        supervisor.start([spec])
+        os.kill(supervisor.pids["engine"], signal.SIGKILL)
+        with pytest.raises(ProcessDied, match="engine died"):
+            supervisor.wait(lambda: False)
+
+
+def test_an_engine_that_never_loads_again_is_given_up(make_spec, server_code, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("treadle.launch.restarts.LONGEST_PAUSE_S", 0.0)
+    port, mark = free_port(), str(tmp_path / "mark")
+    once = f"import os, sys\nif os.path.exists({mark!r}): sys.exit(3)\nopen({mark!r}, 'w').close()\n"
+    spec = make_spec("engine", once + server_code(port), ready_url=f"http://127.0.0.1:{port}/healthz")
+    said: list[str] = []
+    restarts = EngineRestarts(said.append, has_loaded=lambda *_: False)
+    with Supervisor(StopRequest(), engine_restarts=restarts) as supervisor:
+        supervisor.start([spec])
+        os.kill(supervisor.pids["engine"], signal.SIGKILL)
+        with pytest.raises(ProcessDied, match=r"engine died \(exit code 3\)"):
+            supervisor.wait(lambda: False)
+    assert "ended 6 times in a row before it had loaded" in said[-1]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from treadle.store import LeaseTerms, Limits, NewGroup, Post, Store, runs
+from treadle.store import LeaseTerms, Limits, NewGroup, Post, ReadFailed, SqliteStore, Store, runs
 from treadle.store.browse import Browser, GroupFilter
 from treadle.wire.groups import ATROPOS_KEYS, ScoredGroup, from_stored, pack_group
 from treadle.wire.hub import RegisterTrainer
@@ -23,15 +22,15 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def store(path: Path, trainer: RegisterTrainer) -> Iterator[Store]:
-    with Store.open(path) as opened:
+def store(queue, trainer: RegisterTrainer) -> Iterator[Store]:
+    with queue.open() as opened:
         opened.register_trainer(trainer).result()
         yield opened
 
 
 @pytest.fixture
 def browser(store: Store) -> Iterator[Browser]:
-    with Browser.open(store.path) as opened:
+    with store.open_browser() as opened:
         yield opened
 
 
@@ -103,7 +102,7 @@ def test_after_a_reset_the_old_facts_are_gone(store: Store, browser: Browser, tr
 
 
 def test_facts_survive_restarts_and_belong_to_one_queue(path: Path, trainer: RegisterTrainer):
-    with Store.open(path) as store:
+    with SqliteStore.open(path) as store:
         store.append(Post([new_group(1.0)]), LIMITS).result()
         with Browser.open(path) as browser:
             learn_all(browser)
@@ -111,26 +110,27 @@ def test_facts_survive_restarts_and_belong_to_one_queue(path: Path, trainer: Reg
             assert ids(browser, score_from=1.0) == [1]
     path.unlink()
     path.with_name("hub.sqlite.progress").unlink()
-    with Store.open(path) as store, Browser.open(path) as browser:
+    with SqliteStore.open(path) as store, Browser.open(path) as browser:
         store.append(Post([new_group(0.0)]), LIMITS).result()
         learn_all(browser)
         assert ids(browser, score_from=1.0) == []
         assert ids(browser, score_to=0.0) == [1]
 
 
-def test_a_damaged_facts_file_is_rebuilt_with_owner_only_access(store: Store):
-    facts = store.path.with_name("hub.sqlite.facts")
+def test_a_damaged_facts_file_is_rebuilt_with_owner_only_access(path: Path):
+    facts = path.with_name("hub.sqlite.facts")
     facts.write_bytes(b"rubbish" * 1000)
-    store.append(Post([new_group(1.0)]), LIMITS).result()
-    with Browser.open(store.path) as browser:
+    with SqliteStore.open(path) as store, store.open_browser() as browser:
+        store.append(Post([new_group(1.0)]), LIMITS).result()
         learn_all(browser)
         assert ids(browser, score_from=1.0) == [1]
     assert facts.stat().st_mode & 0o777 == 0o600
 
 
-def test_the_queue_itself_cannot_be_changed_from_here(browser: Browser):
-    with pytest.raises(sqlite3.OperationalError, match="readonly"):
-        browser._db.execute("DELETE FROM hub.groups")
+def test_the_queue_itself_cannot_be_changed_from_here(path: Path):
+    with SqliteStore.open(path) as store, store.open_browser() as browser, pytest.raises(ReadFailed) as refused:
+        browser._session.change(lambda db: db.execute("DELETE FROM treadle.groups"))
+    assert "readonly" in str(refused.value.__cause__)
 
 
 @pytest.mark.parametrize("is_json", [True, False])
@@ -141,11 +141,9 @@ def test_a_group_is_opened_as_it_was_posted(store: Store, browser: Browser, is_j
     assert group.messages[0][0]["content"] == "say 0.5"
 
 
-def test_content_that_rotted_or_is_gone_is_not_shown(store: Store, browser: Browser):
+def test_content_that_rotted_or_is_gone_is_not_shown(queue, store: Store, browser: Browser):
     store.append(Post([new_group(0.5), new_group(0.5)]), LIMITS).result()
-    with sqlite3.connect(store.path) as other:
-        other.execute("UPDATE payloads SET body = CAST('{}' AS BLOB) WHERE id = 1")
-    other.close()
+    queue.rows("UPDATE payloads SET format = 'binary' WHERE id = 1")
     assert set(browser.contents([1, 2, 77])) == {2}
     learn_all(browser)
     assert [group.score for group in browser.find(GroupFilter(), 10)] == [0.5, None]

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from treadle.errors import ConfigError
-from treadle.store import DamagedGroups, Limits, NewGroup, Post, Store, groups, runs
+from treadle.store import DamagedGroups, Limits, NewGroup, Post, SqliteStore, Store, groups, runs
 
 LIMITS = Limits(99)
 
@@ -44,11 +44,11 @@ def as_killed(store: Store, folder: Path) -> Path:
 def rotten(tmp_path, trainer):
     """Six groups of two sequences, batches of four; the content of the second has one flipped bit."""
     path = tmp_path / "q.sqlite"
-    with Store.open(path) as store:
+    with SqliteStore.open(path) as store:
         store.register_trainer(trainer).result()
         fill(store, 6)
     rot(path, b'"tag":1001', b'"tag":1003')
-    with Store.open(path) as store:
+    with SqliteStore.open(path) as store:
         yield store
 
 
@@ -97,12 +97,12 @@ def test_a_step_whose_data_rotted_after_training_is_repeated_on_other_data(rotte
 @pytest.mark.parametrize("where", range(0, 20_000, 2_500))
 def test_content_that_turned_to_zeros_is_found_wherever_it_is(tmp_path, trainer, terms, where):
     path = tmp_path / "q.sqlite"
-    with Store.open(path) as store:
+    with SqliteStore.open(path) as store:
         store.register_trainer(trainer).result()
         fill(store, 6)
     whole = payload(1)
     rot(path, whole[where : where + 400], bytes(len(whole[where : where + 400])))
-    with Store.open(path) as store:
+    with SqliteStore.open(path) as store:
         with pytest.raises(DamagedGroups):
             store.batch_of(store.lease(1, "a", terms).result())
         assert tags(store.batch_of(store.lease(1, "a", terms).result())) == [0, 2]
@@ -110,12 +110,12 @@ def test_content_that_turned_to_zeros_is_found_wherever_it_is(tmp_path, trainer,
 
 def test_figures_beside_the_content_are_covered_too(tmp_path, trainer, terms):
     path = tmp_path / "q.sqlite"
-    with Store.open(path) as store:
+    with SqliteStore.open(path) as store:
         store.register_trainer(trainer).result()
         fill(store, 2)
     with sqlite3.connect(path) as db:
         db.execute("UPDATE groups SET item = 77 WHERE id = 1")
-    with Store.open(path) as store, pytest.raises(DamagedGroups):
+    with SqliteStore.open(path) as store, pytest.raises(DamagedGroups):
         store.batch_of(store.lease(1, "a", terms).result())
 
 
@@ -124,7 +124,7 @@ def test_figures_beside_the_content_are_covered_too(tmp_path, trainer, terms):
 def test_whatever_rots_in_the_file_nothing_wrong_is_served(tmp_path, trainer, terms, kind, seed):
     """Either the file is refused with a sentence, or every group that is served is as it was posted."""
     path = tmp_path / "q.sqlite"
-    with Store.open(path) as store:
+    with SqliteStore.open(path) as store:
         store.register_trainer(trainer).result()
         fill(store, 20)
     spoil(path, kind, random.Random(seed))
@@ -153,7 +153,7 @@ def test_whatever_rots_in_the_file_nothing_wrong_is_served(tmp_path, trainer, te
 
 def opened_or_refused(path: Path) -> tuple[Store | None, ConfigError | None]:
     try:
-        return Store.open(path), None
+        return SqliteStore.open(path), None
     except ConfigError as error:
         return None, error
 
@@ -174,48 +174,48 @@ def spoil(path: Path, kind: str, rng: random.Random) -> None:
 @pytest.mark.parametrize("kind", ["flip", "zero", "cut"])
 @pytest.mark.parametrize("seed", range(8))
 def test_a_log_that_rots_is_refused_and_not_quietly_left_out(tmp_path, trainer, kind, seed):
-    with Store.open(tmp_path / "q.sqlite") as store:
+    with SqliteStore.open(tmp_path / "q.sqlite") as store:
         store.register_trainer(trainer).result()
         fill(store, 6)
         path = as_killed(store, tmp_path / "killed")
     spoil(Path(f"{path}-wal"), kind, random.Random(seed))
     found = path.read_bytes(), Path(f"{path}-wal").read_bytes()
     with pytest.raises(ConfigError, match=r"lost its last \d+ changes") as refused:
-        Store.open(path)
+        SqliteStore.open(path)
     assert (path.read_bytes(), Path(f"{path}-wal").read_bytes()) == found, "left as it is, for whoever can repair it"
     assert f"delete {path}.progress" in refused.value.fix
     Path(f"{path}.progress").unlink()  # the fix that the error names
-    with Store.open(path) as store:
+    with SqliteStore.open(path) as store:
         assert store.read(groups.counts).accepted_groups < 6
 
 
 def test_a_log_as_a_killed_hub_leaves_it_is_no_damage(tmp_path, trainer):
-    with Store.open(tmp_path / "q.sqlite") as store:
+    with SqliteStore.open(tmp_path / "q.sqlite") as store:
         store.register_trainer(trainer).result()
         fill(store, 6)
         path = as_killed(store, tmp_path / "killed")
     with Path(f"{path}-wal").open("ab") as log:  # the next change had only begun to be written
         log.write(random.Random(1).randbytes(5000))
-    with Store.open(path) as store:
+    with SqliteStore.open(path) as store:
         assert store.read(groups.counts).queued.groups == 6
         assert not Path(f"{path}-wal").stat().st_size, "the log of the killed process is folded in at once"
 
 
 def test_a_row_that_does_not_agree_with_the_counts_is_found_at_once(tmp_path):
     path = tmp_path / "q.sqlite"
-    with Store.open(path) as store:
+    with SqliteStore.open(path) as store:
         fill(store, 2)
     with sqlite3.connect(path) as db:
         db.execute("UPDATE tally SET groups = 3")
     with pytest.raises(ConfigError, match="not those that were counted"):
-        Store.open(path)
+        SqliteStore.open(path)
 
 
 def test_a_queue_too_long_to_be_checked_in_time_is_opened_all_the_same(tmp_path, monkeypatch):
-    with Store.open(tmp_path / "q.sqlite") as store:
+    with SqliteStore.open(tmp_path / "q.sqlite") as store:
         posted = [NewGroup(payload=b"{}", size=1, num_tokens=1)] * 500
         store.append(Post(posted), Limits(500)).result()
     monkeypatch.setattr("treadle.store.database.CHECK_S", -1.0)
     monkeypatch.setattr("treadle.store.database.CHECK_EVERY", 10)
-    with Store.open(tmp_path / "q.sqlite") as store:
+    with SqliteStore.open(tmp_path / "q.sqlite") as store:
         assert store.read(groups.counts).queued.groups == 500

@@ -9,8 +9,21 @@ from pathlib import Path
 import pytest
 
 from treadle.errors import ConfigError, DiskFull
-from treadle.store import KeyReused, Limits, NewGroup, Post, QueueFull, StorageFailed, Store, batches, groups, runs
-from treadle.store.database import CommitThread
+from treadle.store import (
+    KeyReused,
+    Limits,
+    NewGroup,
+    Post,
+    QueueFull,
+    SqliteStore,
+    StorageFailed,
+    batches,
+    database,
+    groups,
+    runs,
+)
+from treadle.store.commit_thread import CommitThread
+from treadle.store.database import SqliteWriteSession
 from treadle.watch.waits import Waits
 from treadle.wire.hub import RegisterEnv
 
@@ -21,7 +34,7 @@ def group(size: int = 1, num_bytes: int = 2, env_id: int | None = None) -> NewGr
 
 def test_the_file_is_only_the_owners(tmp_path: Path):
     path = tmp_path / "deep" / "hub.sqlite"
-    with Store.open(path) as store:
+    with SqliteStore.open(path) as store:
         store.append(Post([group()]), Limits(9)).result()
         modes = {file.name: file.stat().st_mode & 0o777 for file in path.parent.iterdir()}
     assert set(modes.values()) == {0o600}, modes
@@ -29,20 +42,19 @@ def test_the_file_is_only_the_owners(tmp_path: Path):
 
 def test_a_newer_schema_is_refused_with_a_sentence(tmp_path: Path):
     path = tmp_path / "hub.sqlite"
-    Store.open(path).close()
+    SqliteStore.open(path).close()
     db = sqlite3.connect(path)
     db.execute("PRAGMA user_version = 99")
     db.close()
     with pytest.raises(ConfigError, match="schema version 99; this release reads version 4"):
-        Store.open(path)
+        SqliteStore.open(path)
 
 
-def test_everything_is_there_after_reopening(tmp_path: Path, trainer):
-    path = tmp_path / "hub.sqlite"
-    with Store.open(path) as store:
+def test_everything_is_there_after_reopening(queue, trainer):
+    with queue.open() as store:
         store.register_trainer(trainer).result()
         store.append(Post([group(2), group(3)], key="k", body_hash=b"h"), Limits(9)).result()
-    with Store.open(path) as store:
+    with queue.open() as store:
         assert store.read(runs.read_run).trainer == trainer
         assert (store.read(groups.counts).queued.groups, store.read(groups.counts).queued.sequences) == (2, 5)
         assert store.append(Post([group()], key="k", body_hash=b"h"), Limits(9)).result().duplicate
@@ -77,7 +89,7 @@ def test_the_queue_limit_holds_and_a_list_is_stored_whole_or_not_at_all(store):
 
 
 def test_a_full_disk_refuses_one_post_and_the_store_goes_on(tmp_path: Path):
-    with Store.open(tmp_path / "hub.sqlite", max_bytes=300_000) as store:
+    with SqliteStore.open(tmp_path / "hub.sqlite", max_bytes=300_000) as store:
         store.append(Post([group()]), Limits(99)).result()
         with pytest.raises(DiskFull):
             store.append(Post([group(num_bytes=500_000)]), Limits(99)).result()
@@ -86,7 +98,7 @@ def test_a_full_disk_refuses_one_post_and_the_store_goes_on(tmp_path: Path):
 
 
 def test_a_post_too_large_for_the_disk_fails_alone(tmp_path: Path):
-    with Store.open(tmp_path / "hub.sqlite", max_bytes=300_000) as store:
+    with SqliteStore.open(tmp_path / "hub.sqlite", max_bytes=300_000) as store:
         gate = threading.Event()
         store._writer.submit(lambda _: gate.wait(5))  # holds the writer, so that the next three wait together
         posts = [Post([group()]), Post([group(num_bytes=500_000)]), Post([group()])]
@@ -111,9 +123,9 @@ def test_posts_that_wait_together_share_one_commit(store):
 
 
 def test_a_refused_job_undoes_only_itself(tmp_path: Path):
-    db = sqlite3.connect(tmp_path / "x.sqlite", isolation_level=None, check_same_thread=False)
+    db = database.connect(tmp_path / "x.sqlite")
     db.execute("CREATE TABLE t (x)")
-    writer = CommitThread(db, Waits(), look=lambda: "", on_failure=lambda: None)
+    writer = CommitThread(SqliteWriteSession(db, lambda: ""), Waits(), database.DISK_WAIT, on_failure=lambda: None)
     gate = threading.Event()
 
     def spoil(connection: sqlite3.Connection) -> None:
@@ -130,7 +142,9 @@ def test_a_refused_job_undoes_only_itself(tmp_path: Path):
     assert db.execute("SELECT x FROM t").fetchall() == [("kept",)]
 
 
-def test_after_a_failed_fsync_nothing_more_is_promised(store):
+def test_after_a_failed_fsync_nothing_more_is_promised(tmp_path: Path):
+    store = SqliteStore.open(tmp_path / "hub.sqlite")
+
     def fail(_: sqlite3.Connection) -> None:
         error = sqlite3.OperationalError("disk I/O error")
         error.sqlite_errorcode = sqlite3.SQLITE_IOERR_FSYNC
@@ -145,11 +159,11 @@ def test_after_a_failed_fsync_nothing_more_is_promised(store):
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match="cannot be opened"):
-        Store.open(tmp_path)
+        SqliteStore.open(tmp_path)
 
 
-def test_a_closed_store_refuses_instead_of_hanging(tmp_path: Path):
-    store = Store.open(tmp_path / "hub.sqlite")
+def test_a_closed_store_refuses_instead_of_hanging(queue):
+    store = queue.open()
     store.close()
     with pytest.raises(StorageFailed):
         store.append(Post([group()]), Limits(9)).result(timeout=60)

@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 
 from treadle.errors import ConfigError
-from treadle.store import Limits, NewGroup, Post, StorageFailed, Store, groups, set_aside
+from treadle.store import Limits, NewGroup, Post, SqliteStore, StorageFailed, Store, groups, set_aside
 from treadle.store.file import refuse_locked
 
 LIMITS = Limits(99)
 GROUP = NewGroup(payload=b"{}", size=1, num_tokens=1)
 HOLD = """
 import pathlib, sys
-from treadle.store import Store
-with Store.open(pathlib.Path(sys.argv[1])):
+from treadle.store import SqliteStore, Store
+with SqliteStore.open(pathlib.Path(sys.argv[1])):
     print("open", flush=True)
     sys.stdin.readline()
 """
@@ -61,7 +61,7 @@ def test_no_other_name_of_the_file_lets_a_second_hub_in(path: Path, holder: int)
         beside.unlink()
     for name in (path, symlink, hard_link):
         with pytest.raises(ConfigError, match=rf"in use by another hub, process {holder}\b"):
-            Store.open(name)
+            SqliteStore.open(name)
         with pytest.raises(ConfigError, match=rf"process {holder}\b"):
             set_aside(name)
         with pytest.raises(ConfigError, match=rf"is open in process {holder}\b") as caught:
@@ -71,7 +71,7 @@ def test_no_other_name_of_the_file_lets_a_second_hub_in(path: Path, holder: int)
 
 def test_a_queue_that_nobody_has_open_is_not_called_locked(tmp_path: Path):
     refuse_locked(tmp_path / "nowhere.sqlite")
-    Store.open(tmp_path / "q.sqlite").close()
+    SqliteStore.open(tmp_path / "q.sqlite").close()
     refuse_locked(tmp_path / "q.sqlite")
 
 
@@ -81,15 +81,15 @@ def test_a_file_is_free_when_its_process_was_killed(path: Path):
     assert process.stdout.readline() == b"open\n"
     process.kill()
     process.communicate()
-    with Store.open(path) as store:
+    with SqliteStore.open(path) as store:
         post(store)
 
 
 def test_a_refused_second_store_leaves_sqlites_locks_alone(path: Path):
     """They belong to the process: closing any descriptor of the file would drop them."""
-    with Store.open(path) as store:
+    with SqliteStore.open(path) as store:
         with pytest.raises(ConfigError, match=rf"process {os.getpid()}\b"):
-            Store.open(path)
+            SqliteStore.open(path)
         locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
         assert [lock[1:5] for lock in locks if lock[5].endswith(f":{path.stat().st_ino}") and lock[1] == "POSIX"] == [
             ["POSIX", "ADVISORY", "READ", str(os.getpid())]
@@ -99,13 +99,13 @@ def test_a_refused_second_store_leaves_sqlites_locks_alone(path: Path):
 
 def test_a_queue_with_two_names_is_refused(path: Path):
     """SQLite finds its log by the name: under the other one, what a killed hub had accepted would be missing."""
-    Store.open(path).close()
+    SqliteStore.open(path).close()
     other = path.with_name("other")
     other.hardlink_to(path)
     with pytest.raises(ConfigError, match="2 names"):
-        Store.open(path)
+        SqliteStore.open(path)
     other.unlink()
-    Store.open(path).close()
+    SqliteStore.open(path).close()
 
 
 # ---- files that go away
@@ -128,7 +128,7 @@ def test_nothing_is_promised_once_a_file_is_not_in_its_place(
     path: Path, part: str, harm: Callable[[Path], object], problem: str
 ):
     failures: list[str] = []
-    with Store.open(path, on_failure=lambda: failures.append("failed")) as store:
+    with SqliteStore.open(path, on_failure=lambda: failures.append("failed")) as store:
         post(store)
         harm(Path(f"{path}{part}"))
         with pytest.raises(StorageFailed, match=problem):
@@ -142,7 +142,7 @@ def test_nothing_is_promised_once_a_file_is_not_in_its_place(
 
 def test_a_deleted_file_is_noticed_while_nobody_writes(path: Path):
     failures: list[str] = []
-    with Store.open(path, on_failure=lambda: failures.append("failed")):
+    with SqliteStore.open(path, on_failure=lambda: failures.append("failed")):
         path.unlink()
         until_s = time.monotonic() + 60
         while not failures and time.monotonic() < until_s:
@@ -151,64 +151,64 @@ def test_a_deleted_file_is_noticed_while_nobody_writes(path: Path):
 
 
 def test_a_store_that_stays_in_its_place_never_fails(path: Path):
-    with Store.open(path) as store:
+    with SqliteStore.open(path) as store:
         post(store)
         assert store.failure == ""
     assert store.failure == ""
 
 
 def test_what_was_accepted_is_there_after_the_log_was_deleted(path: Path):
-    with Store.open(path) as store:
+    with SqliteStore.open(path) as store:
         post(store)
         Path(f"{path}-wal").unlink()
         with pytest.raises(StorageFailed):
             post(store)
-    with Store.open(path) as store:
+    with SqliteStore.open(path) as store:
         assert store.read(groups.counts).accepted_groups >= 1
 
 
 def test_a_hub_whose_file_was_replaced_does_not_touch_the_new_ones_log(path: Path):
-    old = Store.open(path)
+    old = SqliteStore.open(path)
     post(old)
     for part in ("", "-wal", "-shm", ".progress"):
         Path(f"{path}{part}").unlink()
-    with Store.open(path) as new:
+    with SqliteStore.open(path) as new:
         post(new)
         old.close()
         post(new)
-    with Store.open(path) as store:
+    with SqliteStore.open(path) as store:
         assert store.read(groups.counts).accepted_groups == 2
 
 
 @pytest.mark.parametrize("is_deleted", [True, False])
 def test_a_lost_file_is_no_new_queue_unless_that_is_asked_for(path: Path, is_deleted: bool):
-    with Store.open(path) as store:
+    with SqliteStore.open(path) as store:
         post(store)
     if is_deleted:
         path.unlink()
     else:
         path.write_bytes(b"")
     with pytest.raises(ConfigError, match=r"is gone: .*says that it had 1 changes") as refused:
-        Store.open(path)
+        SqliteStore.open(path)
     assert "--fresh" in refused.value.fix
     set_aside(path)
-    with Store.open(path) as store:
+    with SqliteStore.open(path) as store:
         assert store.read(groups.counts).accepted_groups == 0
 
 
 def test_another_queue_in_the_place_of_this_one_is_refused(path: Path, tmp_path: Path):
     other = tmp_path / "other.sqlite"
-    with Store.open(path) as store:
+    with SqliteStore.open(path) as store:
         post(store)
-    with Store.open(other) as store:
+    with SqliteStore.open(other) as store:
         for _ in range(3):
             post(store)
     other.rename(path)
     with pytest.raises(ConfigError, match="another queue than the one that was used here last") as refused:
-        Store.open(path)
+        SqliteStore.open(path)
     assert f"delete {path}.progress" in refused.value.fix
     Path(f"{path}.progress").unlink()
-    with Store.open(path) as store:
+    with SqliteStore.open(path) as store:
         assert store.read(groups.counts).accepted_groups == 3
 
 
@@ -237,7 +237,7 @@ def test_a_foreign_file_is_refused_and_left_as_it_is(path: Path, kind: str):
         path.write_bytes(b"a thesis" * (1000 if kind == "text" else 1))
     path.chmod(0o644)
     before = look(path.parent)
-    for refuse in (Store.open, set_aside):
+    for refuse in (SqliteStore.open, set_aside):
         with pytest.raises(ConfigError, match="another program" if db else "no SQLite file"):
             refuse(path)
         assert look(path.parent) == before
@@ -247,7 +247,7 @@ def test_a_foreign_file_is_refused_and_left_as_it_is(path: Path, kind: str):
 
 def test_setting_aside_overwrites_no_earlier_copy(path: Path):
     for num_groups in (1, 2, 3):
-        with Store.open(path) as store:
+        with SqliteStore.open(path) as store:
             for _ in range(num_groups):
                 post(store)
         os.utime(path, (1_000_000_000, 1_000_000_000))  # all within one second
@@ -256,7 +256,7 @@ def test_setting_aside_overwrites_no_earlier_copy(path: Path):
     copies = [file for file in path.parent.glob("q.sqlite.2*") if not file.name.endswith(".progress")]
     found = []
     for copy in copies:
-        with Store.open(copy) as store:
+        with SqliteStore.open(copy) as store:
             found.append(store.read(groups.counts).accepted_groups)
     assert sorted(found) == [1, 2, 3]
 
@@ -268,7 +268,7 @@ def test_a_name_that_is_no_file_is_refused_in_words(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     os.mkfifo("fifo")
     os.symlink("loop", "loop")
-    for refuse in (Store.open, set_aside):
+    for refuse in (SqliteStore.open, set_aside):
         with pytest.raises(ConfigError):
             refuse(Path(name))
     assert sorted(os.listdir()) == ["fifo", "loop"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
-
 import msgspec
 import pytest
 
@@ -25,27 +23,26 @@ def train(store, terms, step: int, keep: int) -> str:
     return lease.token
 
 
-def num_payloads(store) -> int:
-    with sqlite3.connect(store.path) as db:
-        return db.execute("SELECT count(*) FROM payloads").fetchone()[0]
+def num_payloads(queue) -> int:
+    return queue.rows("SELECT count(*) FROM payloads")[0][0]
 
 
-def test_steps_before_the_last_two_checkpoints_are_refused(steps, terms):
+def test_steps_before_the_last_two_checkpoints_are_refused(queue, steps, terms):
     for step in range(1, 7):
         train(steps, terms, step, keep=0)
     with pytest.raises(BatchPruned, match="keep-trained-bytes"):
         steps.lease(4, "a", terms).result()
     assert steps.batch_of(steps.lease(5, "a", terms).result()).groups[0].payload == b'{"tag":04}'
     assert steps.read(groups.counts).trained.groups == 6
-    assert num_payloads(steps) == 6 + 2
+    assert num_payloads(queue) == 6 + 2
 
 
-def test_nothing_is_forgotten_while_there_is_room(steps, terms):
+def test_nothing_is_forgotten_while_there_is_room(queue, steps, terms):
     for step in range(1, 7):
         train(steps, terms, step, keep=10 * 6)
-    assert num_payloads(steps) == 12
+    assert num_payloads(queue) == 12
     train(steps, terms, 7, keep=10 * 6)
-    assert num_payloads(steps) == 10
+    assert num_payloads(queue) == 10
 
 
 def test_a_step_that_is_pruned_while_it_is_repeated_stays_pruned(steps, terms):
@@ -60,7 +57,7 @@ def test_a_step_that_is_pruned_while_it_is_repeated_stays_pruned(steps, terms):
         steps.lease(1, "a", terms).result()
 
 
-def test_batches_that_others_took_the_place_of_are_forgotten_first(steps, terms, trainer):
+def test_batches_that_others_took_the_place_of_are_forgotten_first(queue, steps, terms, trainer):
     """A trainer without acknowledgements counts from 0 each time it starts; its old data is never asked for."""
     never_saves = msgspec.structs.replace(trainer, save_checkpoint_interval=0)
     steps.register_trainer(never_saves).result()
@@ -69,7 +66,7 @@ def test_batches_that_others_took_the_place_of_are_forgotten_first(steps, terms,
             lease = steps.take(terms).result()
             steps.ack(lease.step, lease.token, keep_trained_bytes=keep).result()
         steps.register_trainer(never_saves).result()
-    assert (num_payloads(steps), steps.read(groups.counts).trained.groups) == (12 - 3, 6)
+    assert (num_payloads(queue), steps.read(groups.counts).trained.groups) == (12 - 3, 6)
     assert steps.read(groups.counts).trained.bytes == 30
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import secrets
 import threading
 import time
 from concurrent.futures import wait
@@ -60,6 +61,7 @@ class SmallEngine:
     weights_file: Path | None = None
     has_lora: bool = True
     faults: Faults = field(default_factory=Faults)
+    engine_id: str = field(default_factory=lambda: secrets.token_hex(4))
 
     def __post_init__(self):
         self.version, self.is_paused = 0, False
@@ -86,7 +88,7 @@ class SmallEngine:
             model_name=str(self.folder), device="cpu", engine="transformers", engine_version="0",
             dtype=str(self.base.dtype).removeprefix("torch."), is_paused=self.is_paused, has_lora=self.has_lora,
             max_lora_rank=16, quantization="none", max_model_len=2048, max_num_seqs=128,
-            adapter_root=str(self.folder.parent),
+            adapter_root=str(self.folder.parent), engine_id=self.engine_id,
         )  # fmt: skip
 
     def state_dict_info(self, _):
@@ -246,8 +248,8 @@ class SmallEngine:
 
 
 @contextmanager
-def serving(engine: SmallEngine, host="127.0.0.1"):
-    port = free_port()
+def serving(engine: SmallEngine, host="127.0.0.1", port=None):
+    port = port or free_port()
     settings = uvicorn.Config(engine.app(), host, port, log_level="critical", timeout_graceful_shutdown=1)
     server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run)

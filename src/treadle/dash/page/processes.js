@@ -1,9 +1,10 @@
-// The processes of the run, their logs, and the weight syncs.
+// The processes of the run, their logs, the engines over time, and the weight syncs.
 import { ago, element, get, number, throttled } from "./api.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const PARTS = [["pause", "pause"], ["transfer", "transfer"], ["verify", "verify"], ["rest", "the rest"]];
 
+const ENGINE_STATES = [["serving", "serves"], ["joining", "joins"], ["silent", "silent"], ["out", "out"]];
 const SILENT_S = 10, SHOWN_S = 2;
 
 // The activity that a process reports, or its wait; worded as in the terminal.
@@ -60,7 +61,7 @@ export class Processes {
   }
 
   async load() {
-    const [status, syncs, reports] = await Promise.all([get("../v1/status"), get("api/syncs"), get("../v1/processes")]);
+    const [status, syncs, reports, engines] = await Promise.all([get("../v1/status"), get("api/syncs"), get("../v1/processes"), get("../v1/engines/history")]);
     this.reports = reports.processes;
     if (this.now) this.drawTable();
     document.querySelector("#env-table tbody").replaceChildren(...status.envs.map((env) => {
@@ -68,6 +69,7 @@ export class Processes {
       const state = isHeard ? "connected" : isComplete ? "finished" : env.connected ? "silent" : "gone";
       return element("tr", {}, ...[env.name, state, ago(env.idle_s), number(env.groups_accepted), env.group_size, env.weight].map((cell, place) => element("td", place === 1 ? { class: `state-${state}` } : {}, String(cell))));
     }));
+    this.drawEngines(engines);
     this.drawSyncs(syncs.syncs);
     if (document.getElementById("log-follow").checked) await this.loadLog();
   }
@@ -85,6 +87,39 @@ export class Processes {
     const isAtEnd = this.text.scrollTop + this.text.clientHeight >= this.text.scrollHeight - 20;
     this.text.textContent = tail || "(nothing yet)";
     if (isAtEnd || document.getElementById("log-follow").checked) this.text.scrollTop = this.text.scrollHeight;
+  }
+
+  // A line for each engine of a run with several: its states from left to right, until now.
+  drawEngines({ now, changes }) {
+    document.getElementById("fleet").hidden = !changes.length;
+    if (!changes.length) return;
+    const place = document.getElementById("fleet-timeline"), names = [...new Set(changes.map((one) => one.name))].sort();
+    const begin = changes[0].at, left = 150, scale = Math.max(place.clientWidth - left - 12, 200) / Math.max(now - begin, 1);
+    const lasts = names.map((name) => changes.findLast((one) => one.name === name));
+    document.getElementById("fleet-note").replaceChildren(
+      `${lasts.filter((one) => one.state === "serving").length} of ${lasts.filter((one) => one.state !== "gone").length} engines serve; ${number(now - begin)} s are shown. `,
+      ...ENGINE_STATES.flatMap(([state, text]) => [element("span", { class: `legend-engine-${state}` }, "■ "), `${text} `]));
+    const svg = document.createElementNS(SVG, "svg");
+    svg.setAttribute("width", left + (now - begin) * scale + 12);
+    svg.setAttribute("height", names.length * 22 + 8);
+    names.forEach((name, row) => {
+      const label = document.createElementNS(SVG, "text");
+      label.setAttribute("x", 8);
+      label.setAttribute("y", row * 22 + 19);
+      label.textContent = name;
+      svg.append(label);
+      const own = changes.filter((one) => one.name === name);
+      own.forEach((one, index) => {
+        if (one.state === "gone") return;
+        const box = document.createElementNS(SVG, "rect"), title = document.createElementNS(SVG, "title");
+        const width = Math.max(((own[index + 1]?.at ?? now) - one.at) * scale, 1);
+        for (const [key, value] of Object.entries({ x: left + (one.at - begin) * scale, y: row * 22 + 6, width, height: 16, class: `engine-${one.state}` })) box.setAttribute(key, value);
+        title.textContent = `${name}: ${one.state}${one.reason ? `, ${one.reason}` : ""}`;
+        box.append(title);
+        svg.append(box);
+      });
+    });
+    place.replaceChildren(svg);
   }
 
   // A block for each weight sync: its length is the duration, its place the time on the trainer's clock.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -65,8 +66,10 @@ def create_app(
     *,
     lifespan: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
     bridge_file: Path | None = None,
+    engine_id: str | None = None,
 ) -> AccessMiddleware:
-    """`lifespan` surrounds the time in which the application serves; `bridge_file` exists during that time."""
+    """`lifespan` surrounds the time in which the application serves; `bridge_file` exists during that time;
+    `engine_id`: None makes one."""
 
     @contextlib.asynccontextmanager
     async def app_lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -84,6 +87,7 @@ def create_app(
         adapter_root=adapter_root(config),
         model_folder=engine.facts.folder.resolve(),
         bridge_file=bridge_file,
+        engine_id=engine_id or secrets.token_hex(8),
     )
 
     async def metrics(_: HttpRequest) -> Response:

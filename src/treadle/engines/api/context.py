@@ -138,6 +138,7 @@ class ApiContext:
     stats: RequestStats = field(default_factory=RequestStats)
     templates: TemplateWorker = field(default_factory=TemplateWorker)
     publishers: PublisherCheck = field(default_factory=PublisherCheck)
+    engine_id: str = ""  # of this start of the process
 
     async def encode_chat(
         self,

@@ -278,6 +278,7 @@ def _answer(
         prompt_logprobs=None if tops is None else [_named(top) or None for top in tops],
         num_tokens=sum(len(s.token_ids) for s in completions),
         seconds=generation.seconds,
+        engine_id=context.engine_id,
     )
 
 

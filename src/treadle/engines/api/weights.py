@@ -157,6 +157,7 @@ class BridgeRoutes:
                 max_num_seqs=facts.max_num_seqs,
                 adapter_root=str(self._context.adapter_root),
                 num_workers=facts.num_workers,
+                engine_id=self._context.engine_id,
             )
         )
 

@@ -1,6 +1,6 @@
 """Stream pace: sample groups one by one, enough at once to keep the engine busy and few enough to keep the data fresh.
 
-    every POLL_S: read the standing at the hub, start as many items as pace.room allows
+    every poll_interval: read the standing at the hub, start as many items as assignment.room allows
     an item:      sample its group --> worth sending? --> write it to the spool --> mark it finished
 
 Groups in flight are never cancelled when there is enough data; fewer are started instead. An item that fails is
@@ -32,6 +32,8 @@ from treadle.wire.hub import EnvState
 log = get_logger("env")
 
 POLL_S = 0.1
+POLLS_PER_S = 500.0  # of all environments together: a hub answers more
+LONGEST_POLL_S = 3.0  # a hub takes an environment that is silent for 10 s to be gone
 ENGINE_LOOK_S = 1.0
 PACE_LOG_S = 10.0  # shortest time between two log lines about the pace
 MAX_TRIES = 3  # of one item
@@ -46,6 +48,16 @@ def delivery_key(name: str, seed: int, index: int) -> str:
 
 def item_of_key(key: str) -> int:
     return int(key.rpartition("-")[2])
+
+
+def poll_interval(standing: EnvState) -> float:
+    """Seconds between two looks at the hub, so that a thousand environments do not keep it busy with questions.
+
+    >>> counts = dict(step=4, num_steps=9, batch_size=64, untrained_sequences=0, trainer_waits=False, share=1.0)
+    >>> [poll_interval(EnvState(**counts, num_present=number)) for number in (1, 50, 1000)]
+    [0.1, 0.1, 2.0]
+    """
+    return min(LONGEST_POLL_S, max(POLL_S, standing.num_present / POLLS_PER_S))
 
 
 @dataclass
@@ -68,6 +80,7 @@ class StreamRunner:
     _logged_limit: str = ""
     _pace_logged_at: float = -math.inf
     _group_sequences: float = 0.0  # sequences of a group, as an exponential moving average
+    _poll_s: float = POLL_S
 
     def __post_init__(self) -> None:
         self._group_sequences = float(self.context.config.group_size)
@@ -97,6 +110,7 @@ class StreamRunner:
         if standing.batch_size and standing.step >= standing.num_steps:
             return True
         self._follow_trainer(standing)
+        self._poll_s = poll_interval(standing)
         available = room(
             standing,
             max_age=self.context.config.max_age,
@@ -135,9 +149,9 @@ class StreamRunner:
             log.info("pace", state=self.monitor.pace)
 
     async def _wait_for_a_change(self) -> None:
-        """Wait until an item ends, the delivery fails, or POLL_S have passed."""
+        """Wait until an item ends, the delivery fails, or it is time to look at the hub."""
         await asyncio.wait(
-            [self.delivery.failed, *self.in_flight.values()], timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED
+            [self.delivery.failed, *self.in_flight.values()], timeout=self._poll_s, return_when=asyncio.FIRST_COMPLETED
         )
         if self.delivery.failed.done():
             await self.delivery.failed

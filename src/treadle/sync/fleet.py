@@ -1,0 +1,439 @@
+"""Publish to a fleet: several engines, which may die, return and join during a run (weight modes reload, lora_only).
+
+    hub's table, --engine-url ──> members ──> a thread each:  receive the files of version v  ->  prove  ->  serving
+                                                 ^                 |
+    publish(v): save once, hand v to all ────────┘                 └──> failed or late: out, the others go on
+    once a second: a new engine, or one that returns, gets the last published version; a silent one is out
+
+A member serves after its proof: fingerprints, canary and version, compared with what the trainer had when it published.
+The trainer posts its verdicts to the hub, where environments read them. What a proof needs is kept with the files of a
+version, so an engine can join at any time, also while the trainer computes or waits for a batch.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from treadle.background import awake_s, in_background
+from treadle.config import TrainConfig
+from treadle.config.section import HUB_TABLE
+from treadle.errors import ConfigError, SyncError, TreadleError
+from treadle.log import get_logger
+from treadle.net.access_tokens import HUB_TOKEN_VARIABLE, bearer_headers
+from treadle.net.address import shown_url
+from treadle.net.client import OK, BlockingHttpClient, NoAnswer
+from treadle.sync.model_folders import LiveFolder
+from treadle.sync.protocol import (
+    LOADING_S,
+    AttachedModel,
+    EngineLink,
+    Publishable,
+    PublishResult,
+    Verified,
+    attach_adapters,
+    attach_own_weights,
+    check_same_dtype,
+    check_same_quantization,
+)
+from treadle.sync.verify import ExpectedState, PublishVerifier
+from treadle.sync.version_files import AdapterFiles, HandedOver, VersionFiles, WeightFiles
+from treadle.wire.bridge import BridgeInfo
+from treadle.wire.engines import SILENT_AFTER_S, EngineEntry, Engines, EngineVerdict, EngineVerdicts
+
+TEND_EVERY_S = 1.0
+FORGET_AFTER_S = 70.0  # an engine that is not listed, and does not answer
+FIRST_RETRY_S = 2.0
+LONGEST_RETRY_S = 60.0
+POLL_S = 0.05
+_HUB_TIMEOUT_S = 5.0
+_ROUTE = "/v1/engines"
+log = get_logger("sync")
+
+
+# ---- members
+
+
+@dataclass(frozen=True, eq=False)
+class PublishedVersion:
+    """A version on disk, and what an engine must have and answer when it has adopted it."""
+
+    version: int
+    folder: Path
+    expected: ExpectedState
+
+
+State = Literal["joining", "serving", "out"]
+
+
+@dataclass(eq=False)
+class FleetMember:
+    """One start of one engine. Changed under the fleet's lock."""
+
+    engine_id: str
+    link: EngineLink
+    verifier: PublishVerifier
+    seen_s: float  # when the hub listed it, or it answered, last
+    state: State = "joining"
+    reason: str = ""
+    proved_since: int | None = None
+    proved_version: int | None = None
+    proved_at: float | None = None
+    pending: PublishedVersion | None = None  # what its thread brings to it now, or next
+    is_busy: bool = False  # whether that thread runs
+    num_failures: int = 0
+    retry_at_s: float = 0.0
+    handed: HandedOver | None = None
+    verified: Verified | None = None
+
+    @property
+    def url(self) -> str:
+        return self.link.url
+
+    def verdict(self) -> EngineVerdict:
+        return EngineVerdict(
+            engine_id=self.engine_id,
+            url=self.url,
+            state=self.state,
+            proved_since=self.proved_since,
+            proved_version=self.proved_version,
+            proved_at=self.proved_at,
+            reason=self.reason,
+        )
+
+
+class HubTable:
+    """The table of engines at the hub: read it, and post verdicts."""
+
+    def __init__(self, hub_url: str) -> None:
+        headers = {"Content-Type": "application/json", **bearer_headers(os.environ.get(HUB_TOKEN_VARIABLE))}
+        self._client = BlockingHttpClient(hub_url, headers=headers, timeout_s=_HUB_TIMEOUT_S)
+        self._refused_with = OK
+
+    def exchange(self, verdicts: EngineVerdicts | None) -> Engines | None:
+        """Post verdicts, if there are any, and return the table; None while the hub does not answer."""
+        try:
+            if verdicts is None:
+                answer = self._client.request("GET", _ROUTE)
+            else:
+                answer = self._client.request("POST", f"{_ROUTE}/verdicts", body=msgspec.json.encode(verdicts))
+            if answer.status == OK:
+                return msgspec.json.decode(answer.content, type=Engines)
+        except (NoAnswer, msgspec.MsgspecError):
+            return None
+        if answer.status != self._refused_with:
+            self._refused_with = answer.status
+            log.warning("no_table_of_engines", status=answer.status, hub_says=answer.message)
+        return None
+
+
+class FleetSync:
+    """SyncMode for several engines. Calls from the trainer's thread; engines are brought up to date in threads."""
+
+    def __init__(self, config: TrainConfig, table: HubTable | None = None) -> None:
+        self._config = config.model_copy(update={"verify_publish": "always"})  # every version is proved by the canary
+        self._files: VersionFiles = AdapterFiles() if config.mode.adapters else WeightFiles()
+        self._live = LiveFolder(config)
+        self._table = table or HubTable(config.hub_url)
+        self._static = tuple(url.rstrip("/").removesuffix("/v1") for url in config.engine_url if url != HUB_TABLE)
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._posting = threading.Lock()
+        self._members: dict[str, FleetMember] = {}  # by engine_id
+        self._attached: BridgeInfo | None = None  # of the engine that training began with
+        self._expecting: PublishVerifier | None = None  # computes what engines must have
+        self._published: PublishedVersion | None = None
+        self._polls: dict[str, Future[BridgeInfo]] = {}  # of --engine-url that do not report to the hub
+        self._has_warned_of_none = False
+        self._tender: threading.Thread | None = None
+
+    # ---- SyncMode
+
+    def attach(self) -> AttachedModel:
+        """Wait for the first engine; training starts from its model."""
+        began = awake_s()
+        attach = attach_adapters if self._files.compares == "adapter" else attach_own_weights
+        while True:
+            self._tend()
+            for member in self._list_members():
+                try:
+                    attached = attach(self._config, member.link)
+                    self._attached = member.link.get("/bridge/info", BridgeInfo)
+                except SyncError as error:  # it has died since it was listed
+                    self._take_out(member, error.message)
+                    continue
+                self._start_tending()
+                return attached
+            if awake_s() - began > LOADING_S:
+                raise SyncError(f"no engine has joined this run within {LOADING_S:.0f} s", fix=_START_ONE)
+            time.sleep(POLL_S * 4)
+
+    def settle(self) -> None:
+        """Proofs are complete when `publish` returns."""
+
+    def publish(self, policy: Publishable, version: int) -> PublishResult:
+        started = time.monotonic()
+        policy.write_live_weights()
+        folder = self._files.save(policy, self._live.prepare(), version)
+        expected = self._expect(policy, version)
+        published = PublishedVersion(version, folder, expected)
+        saved = time.monotonic()
+        with self._lock:
+            is_first = self._published is None
+            self._published = published
+            awaited = [m for m in self._members.values() if m.state == "serving" or (is_first and m.state == "joining")]
+            for member in self._members.values():
+                if member.state != "out":
+                    self._begin(member, published)
+        proved = self._wait_until_proved(awaited, version)
+        self._post_verdicts()
+        num_bytes = self._live.keep_newest(folder) * len(proved)
+        log.info("fleet_published", version=version, engines=len(proved), seconds=time.monotonic() - started)
+        return PublishResult(
+            version=version,
+            wait_s=0.0,
+            write_s=time.monotonic() - saved,
+            hold_s=max((m.handed.held_s for m in proved if m.handed is not None), default=0.0),
+            num_bytes=num_bytes,
+            verified=_worst(m.verified for m in proved if m.verified is not None),
+        )
+
+    def _expect(self, policy: Publishable, version: int) -> ExpectedState:
+        """What every engine must have; computed now, because the weights change before the last engine joins."""
+        expected: ExpectedState | None = None
+        while expected is None:
+            verifier = self._expecting or self._new_verifier(self._any_link())
+            try:
+                expected, self._expecting = verifier.expect(policy, version), verifier
+            except SyncError as error:  # an engine that is split over several workers is asked for their parts
+                log.warning("engine_not_asked_for_parts", problem=error.message)
+                time.sleep(TEND_EVERY_S)
+        found = {} if expected.fingerprints is None else expected.fingerprints()
+        return replace(expected, fingerprints=lambda: found, uncached_canary=None)
+
+    def _any_link(self) -> EngineLink:
+        members = self._list_members()
+        return members[0].link if members else EngineLink.of_trainer(self._config)
+
+    def _new_verifier(self, link: EngineLink) -> PublishVerifier:
+        return PublishVerifier(self._config, link, compares=self._files.compares)
+
+    def _wait_until_proved(self, awaited: list[FleetMember], version: int) -> list[FleetMember]:
+        """The members that have proved this version. The awaited ones have until the deadline; without any, the next
+        engine that joins is waited for."""
+        began = awake_s()
+        deadline_s = self._config.publish_deadline_s
+        with self._lock:
+            while True:
+                late = [m for m in awaited if m.state != "out" and m.proved_version != version]
+                proved = [m for m in self._members.values() if m.state == "serving" and m.proved_version == version]
+                waited_s = awake_s() - began
+                if not late and proved:
+                    return proved
+                if late and waited_s > deadline_s:
+                    for member in late:
+                        self._take_out(member, f"it did not adopt version {version} within {deadline_s:.0f} s")
+                    continue
+                if not late and not self._has_warned_of_none:
+                    self._has_warned_of_none = True
+                    log.warning("no_engine_left", version=version, waiting_s=LOADING_S, fix=_START_ONE)
+                if not late and waited_s > LOADING_S + deadline_s:
+                    reasons = "; ".join(f"{shown_url(m.url)}: {m.reason}" for m in self._members.values() if m.reason)
+                    raise SyncError(
+                        f"no engine has proved version {version} within {waited_s:.0f} s ({reasons or 'none joined'})",
+                        fix=_START_ONE,
+                    )
+                self._changed.wait(POLL_S)
+
+    # ---- one member
+
+    def _begin(self, member: FleetMember, published: PublishedVersion) -> None:
+        """Bring this version to the member, after what is under way there; an older one that waits is skipped."""
+        member.pending = published
+        if not member.is_busy:
+            member.is_busy = True
+            in_background("engine", partial(self._bring_pending, member))
+
+    def _bring_pending(self, member: FleetMember) -> None:
+        """The member's thread."""
+        while True:
+            with self._lock:
+                published = member.pending
+                member.is_busy = published is not None
+            if published is None:
+                return
+            self._bring(member, published)
+            with self._lock:
+                if member.pending is published:
+                    member.pending = None
+
+    def _bring(self, member: FleetMember, published: PublishedVersion) -> None:
+        try:
+            self._check_fits(member)
+            handed = self._files.hand_over(member.link, published.folder, published.version)
+            verified = member.verifier.check(published.expected, handed.version, handed.adapter)
+            self._check_same_start(member)
+            self._files.clean_up(member.link, handed)
+        except Exception as error:  # whatever is wrong with one engine, the others go on
+            why = error.message if isinstance(error, TreadleError) else f"{type(error).__name__}: {error}"
+            if self._published is published:  # else the next version may succeed
+                self._take_out(member, why)
+            return
+        with self._lock:
+            if self._members.get(member.engine_id) is not member:
+                return
+            if member.proved_since is None or (member.proved_version or 0) > published.version:
+                member.proved_since = published.version
+            member.proved_version, member.proved_at = published.version, time.time()
+            member.handed, member.verified = handed, verified
+            if self._published is published:  # else the next version follows
+                if member.state != "serving":
+                    log.info("engine_serves", engine=shown_url(member.url), version=published.version)
+                member.state, member.reason, member.num_failures = "serving", "", 0
+                self._has_warned_of_none = False
+            self._changed.notify_all()
+        in_background("verdicts", self._post_verdicts)
+
+    def _check_fits(self, member: FleetMember) -> None:
+        info = self._check_same_start(member)
+        first = self._attached
+        check_same_dtype(self._config, info.dtype)
+        check_same_quantization(self._config, info)
+        if first is not None and (info.dtype, info.has_lora) != (first.dtype, first.has_lora):
+            raise ConfigError(
+                f"its weights are {info.dtype}, and those of the run's engines {first.dtype}"
+                if info.dtype != first.dtype
+                else "it takes no adapters, and the run publishes them",
+                fix="start it with `treadle engine --join HUB`, without --dtype and --enable-lora",
+            )
+
+    def _check_same_start(self, member: FleetMember) -> BridgeInfo:
+        info = member.link.get("/bridge/info", BridgeInfo)
+        if info.engine_id != member.engine_id:
+            raise SyncError(f"the engine at {shown_url(member.url)} was restarted", fix="it joins again by itself")
+        return info
+
+    def _take_out(self, member: FleetMember, reason: str) -> None:
+        with self._lock:
+            if member.state != "out":
+                log.warning("engine_out", engine=shown_url(member.url), reason=reason, was=member.state)
+            member.state, member.reason = "out", reason
+            member.num_failures += 1
+            member.retry_at_s = awake_s() + min(FIRST_RETRY_S * 2**member.num_failures, LONGEST_RETRY_S)
+            self._changed.notify_all()
+        in_background("verdicts", self._post_verdicts)
+
+    # ---- who is there
+
+    def _list_members(self) -> list[FleetMember]:
+        """Those that are not out, the ones that serve first."""
+        with self._lock:
+            there = [member for member in self._members.values() if member.state != "out"]
+        return sorted(there, key=lambda member: member.state != "serving")
+
+    def _start_tending(self) -> None:
+        if self._tender is None:
+            self._tender = threading.Thread(target=self._keep_tending, name="fleet", daemon=True)
+            self._tender.start()
+
+    def _keep_tending(self) -> None:
+        failures: set[type[Exception]] = set()  # logged once each
+        while True:
+            time.sleep(TEND_EVERY_S)
+            try:
+                self._tend()
+            except Exception as error:  # the fleet is tended as long as the trainer runs
+                if type(error) not in failures:
+                    failures.add(type(error))
+                    log.error("fleet_not_tended", exc_info=True, problem=str(error))
+
+    def _tend(self) -> None:
+        """Take in engines that are new, take out those that are gone, and give those that return the last version."""
+        table = self._post_verdicts()
+        listed = [] if table is None else [entry for entry in table.engines if entry.served is not None]
+        found = {e.engine_id: e.url for e in listed if e.state != "silent"}
+        found |= self._poll_static({entry.url for entry in listed})
+        now_s = awake_s()
+        with self._lock:
+            if table is None:  # the hub restarts: nothing is known of engines that report to it
+                for member in self._members.values():
+                    if member.url not in self._static:
+                        member.seen_s = now_s
+            for engine_id, url in found.items():
+                member = self._members.get(engine_id) or self._take_in(engine_id, url)
+                member.seen_s = now_s
+            for member in list(self._members.values()):
+                self._tend_member(member, now_s, _is_silent(member.engine_id, listed))
+
+    def _tend_member(self, member: FleetMember, now_s: float, is_silent: bool) -> None:
+        is_gone = is_silent or now_s - member.seen_s > SILENT_AFTER_S
+        if is_gone and member.state != "out":
+            self._take_out(member, "it does not report any more")
+        elif is_gone and now_s - member.seen_s > FORGET_AFTER_S:
+            del self._members[member.engine_id]
+        elif not is_gone and member.pending is None and self._published is not None:
+            has_it = member.state == "serving" and member.proved_version == self._published.version
+            if has_it or (member.state == "out" and now_s < member.retry_at_s):
+                return
+            member.state = "joining"
+            self._begin(member, self._published)
+
+    def _take_in(self, engine_id: str, url: str) -> FleetMember:
+        for other in self._members.values():
+            if other.url == url and other.state != "out":
+                self._take_out(other, "it was restarted")
+        link = EngineLink(url, self._config.publish_deadline_s, save_path=self._config.save_path)
+        member = FleetMember(engine_id, link, self._new_verifier(link), seen_s=awake_s())
+        self._members[engine_id] = member
+        log.info("engine_joins", engine=shown_url(url), engine_id=engine_id)
+        return member
+
+    def _poll_static(self, reporting: set[str]) -> dict[str, str]:
+        """{engine_id: URL} of the engines of --engine-url that answer; each is asked in a thread, and may be slow."""
+        answers = {}
+        for url in self._static:
+            if url in reporting:
+                continue
+            poll = self._polls.get(url)
+            if poll is not None and poll.done():
+                if poll.exception() is None:
+                    answers[poll.result().engine_id] = url
+                poll = None
+            if poll is None:
+                link = EngineLink(url, self._config.publish_deadline_s)
+                self._polls[url] = in_background("ask-engine", partial(link.get, "/bridge/info", BridgeInfo))
+        return answers
+
+    def _post_verdicts(self) -> Engines | None:
+        """The table, with what this trainer knows. Before its first proof the verdicts of an earlier trainer stand."""
+        with self._posting:
+            with self._lock:
+                verdicts = [member.verdict() for member in self._members.values()]
+                has_proofs = any(member.proved_version is not None for member in self._members.values())
+            return self._table.exchange(EngineVerdicts(engines=verdicts) if has_proofs else None)
+
+
+def _is_silent(engine_id: str, listed: Iterable[EngineEntry]) -> bool:
+    return any(entry.engine_id == engine_id and entry.state == "silent" for entry in listed)
+
+
+def _worst(verified: Iterable[Verified]) -> Verified:
+    """The largest values among the engines."""
+    found = list(verified)
+    return Verified(
+        seconds=max((one.seconds for one in found), default=0.0),
+        canary_mean=max((one.canary_mean for one in found if one.canary_mean is not None), default=None),
+        canary_max=max((one.canary_max for one in found if one.canary_max is not None), default=None),
+    )
+
+
+_START_ONE = "start one with `treadle engine --join HUB`; the hub's /v1/engines says why others are out"

@@ -1,0 +1,179 @@
+"""Three real engines, one killed again and again while two join and leave: no group is lost, trained twice, or sampled
+by an engine that had not proved its version."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sqlite3
+import subprocess
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.processes import end_of, environment, free_port, running
+from tests.e2e.runs import command, metrics_of, newest_run
+from tests.tiny_model import write_tiny_model
+
+# Strictly on-policy (max_age 0): the trainer computes the logprob of every trained token under the weights that it
+# published last, so a token of any other weights shows as a difference.
+SETTINGS = (
+    "--env.name", "echo", "--env.task", "digits", "--env.group-size", "16", "--env.max-token-length", "2",
+    "--env.num-eval", "0", "--train.batch-size", "160", "--train.lr", "2e-3", "--train.checkpoint-interval", "0",
+    "--engine.dtype", "float32", "--engine.max-num-seqs", "160", "--max-age", "0", "--plain",
+    "--steps", "100000", "--engines", "3",
+)  # fmt: skip
+LARGEST_DIFFERENCE = 1e-3  # of logprobs in float32
+READY_S = 120.0
+OUTPUT = "launcher.log"
+
+
+@dataclass
+class Fleet:
+    """A run with three engines, as seen from outside."""
+
+    hub_url: str
+    folder: Path
+    process: subprocess.Popen[bytes]
+    seen: list[tuple[float, int, int]] = field(default_factory=list)  # (seconds, engines that serve, steps)
+    served: set[str] = field(default_factory=set)  # names of engines, and ids, that ever served
+    killed: list[str] = field(default_factory=list)
+
+    def engines(self) -> list[dict[str, Any]]:
+        return httpx.get(f"{self.hub_url}/v1/engines", timeout=10).json()["engines"]
+
+    def look(self) -> None:
+        assert self.process.poll() is None, end_of(self.folder / OUTPUT)
+        serving = [row for row in self.engines() if row["state"] == "serving"]
+        self.served |= {row[key] for row in serving for key in ("name", "engine_id")}
+        step = httpx.get(f"{self.hub_url}/v1/status", timeout=10).json()["step"]
+        self.seen.append((time.monotonic(), len(serving), step))
+
+    def watch(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self.look()
+            time.sleep(0.5)
+
+    def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + READY_S
+        while not is_so():
+            log = newest_run(self.folder) / "logs" / "trainer.log"
+            assert time.monotonic() < deadline, f"no {what} within {READY_S} s:\n{end_of(log)}"
+            try:
+                self.watch(0.5)
+            except httpx.TransportError:  # the hub starts
+                time.sleep(0.5)
+
+    @property
+    def num_serving(self) -> int:
+        return self.seen[-1][1] if self.seen else 0
+
+    def kill_one(self) -> None:
+        """kill -9 of one of the engines that the run started and that serve, in turn."""
+        self.wait_until(lambda: self.num_serving >= 2, "two engines that serve")
+        serving = [row["name"] for row in self.engines() if row["state"] == "serving"]
+        name = min((name for name in serving if name.startswith("engine")), key=self.killed.count)
+        for child in psutil.Process(self.process.pid).children():
+            with suppress(psutil.Error):  # one that was killed, and is not started again yet
+                words = child.cmdline()
+                if "--name" in words and words[words.index("--name") + 1] == name:
+                    child.kill()
+                    self.killed.append(name)
+
+    def rates(self) -> dict[int, float]:
+        """Steps per second by the number of engines that served."""
+        seconds: dict[int, float] = defaultdict(float)
+        steps: dict[int, int] = defaultdict(int)
+        for (began, serving, step), (ended, _, later) in zip(self.seen, self.seen[1:], strict=False):
+            seconds[serving] += ended - began
+            steps[serving] += later - step
+        return {serving: steps[serving] / seconds[serving] for serving in sorted(seconds)}
+
+
+def join(fleet: Fleet, name: str, stack: ExitStack) -> ExitStack:
+    """Another engine on this machine, which leaves when the returned stack is closed."""
+    leaving = stack.enter_context(ExitStack())
+    flags = ("--join", fleet.hub_url, "--port", str(free_port()), "--name", name)
+    leaving.enter_context(running("engine", *flags, log=fleet.folder / f"{name}.log"))
+    return leaving
+
+
+def disturb(folder: Path, *, num_kills: int, every_s: float) -> Fleet:
+    """Run a fleet, kill one engine after the other, let two more join and leave, and end with Ctrl-C."""
+    model, hub_port = write_tiny_model(folder / "tiny"), free_port()
+    # A port of its own: other runs take the default ones while an engine is dead.
+    ports = ("--hub.port", str(hub_port), "--engine.port", str(free_port()))
+    words = command(folder / "runs", "--model", str(model), *SETTINGS, *ports)
+    (folder / "runs").mkdir()
+    with (folder / "runs" / OUTPUT).open("wb") as output:
+        process = subprocess.Popen(words, stdout=output, stderr=output, env=environment())
+    fleet = Fleet(f"http://127.0.0.1:{hub_port}", folder / "runs", process)
+    try:
+        with ExitStack() as stack:
+            fleet.wait_until(lambda: fleet.num_serving == 3, "three engines that serve")
+            joined = [join(fleet, "joined-1", stack), join(fleet, "joined-2", stack)]
+            for number in range(num_kills):
+                fleet.kill_one()
+                fleet.watch(every_s)
+                if "joined-1" in fleet.served and number >= num_kills // 2:
+                    joined[0].close()
+            fleet.wait_until(lambda: {"joined-1", "joined-2"} <= fleet.served, "engines that have joined")
+            joined[0].close()
+            fleet.wait_until(lambda: fleet.num_serving == 4, "return of all three, beside the one that has stayed")
+            joined[1].close()
+            fleet.watch(3.0)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130, end_of(folder / "runs" / OUTPUT)
+    finally:
+        process.kill()
+        process.wait()
+    return fleet
+
+
+def assert_nothing_lost_or_doubled(run: Path) -> None:
+    with closing(sqlite3.connect(run / "hub.sqlite")) as store:
+        states = dict(store.execute("SELECT state, count(*) FROM groups GROUP BY state"))
+        items = Counter(item for (item,) in store.execute("SELECT item FROM groups"))
+        batches = store.execute("SELECT step, group_ids FROM batches WHERE state = 'trained'").fetchall()
+    trained = Counter(number for _, numbers in batches for number in json.loads(numbers))
+    print(f"groups {states}, batches trained {len(batches)}")
+    assert set(states) <= {"trained", "queued", "leased"}
+    assert max(items.values()) == 1, "no item was scored twice"
+    assert set(items) == set(range(len(items))), "and none was left out"
+    assert max(trained.values()) == 1
+    assert sorted(step for step, _ in batches) == list(range(1, len(batches) + 1))
+    assert len(trained) == states["trained"] == 10 * len(batches)
+
+
+def assert_all_sampled_from_proved_weights(run: Path) -> None:
+    found = [row.get("sampling/sampling_logp_difference/max") for row in metrics_of(run)]
+    differences = [value for value in found if value is not None and not math.isnan(value)]  # steps with a signal
+    print(f"largest difference of a logprob in {len(differences)} steps: {max(differences):.2g}")
+    assert len(differences) >= 5
+    assert max(differences) < LARGEST_DIFFERENCE
+
+
+@pytest.mark.parametrize(
+    ("num_kills", "every_s"),
+    [(5, 8.0), pytest.param(20, 30.0, marks=pytest.mark.full, id="ten minutes")],
+    ids=["one minute", "ten minutes"],
+)
+def test_a_fleet_loses_no_group_while_engines_die_and_join(tmp_path, num_kills, every_s):
+    fleet = disturb(tmp_path, num_kills=num_kills, every_s=every_s)
+    run = newest_run(fleet.folder)
+    num_starts = len({name for name in fleet.served if len(name) == 16})
+    print(f"killed {fleet.killed}; {num_starts} starts served; steps per second {fleet.rates()}")
+    assert len(fleet.killed) == num_kills
+    assert num_starts == 3 + 2 + num_kills, "each that was killed has served again"
+    assert_nothing_lost_or_doubled(run)
+    assert_all_sampled_from_proved_weights(run)

@@ -1,0 +1,76 @@
+"""The table of engines: what they report, joined with what the trainer says of their weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.testclient import TestClient
+
+from treadle.hub.engine_table import SILENT_AFTER_S, EngineTable
+from treadle.wire.engines import EngineEntry, EngineVerdict, EngineVerdicts, ServedEngine
+from treadle.wire.hub import LastReport, ProcessReport
+
+
+def reported(engine_id: str, url: str = "http://a:1", heard_s: float = 0.5) -> LastReport:
+    served = ServedEngine(engine_id=engine_id, url=url, model="/m", dtype="float32")
+    report = ProcessReport(kind="engine", name="engine", machine="m", pid=1, policy_version=3, serves=served)
+    return LastReport(report=report, heard_s=heard_s)
+
+
+def verdict(engine_id: str, url: str = "http://a:1", **more: Any) -> EngineVerdict:
+    return EngineVerdict(engine_id=engine_id, url=url, **{"state": "serving", "proved_version": 3, **more})
+
+
+def rows(reports: list[LastReport], *verdicts: EngineVerdict) -> list[EngineEntry]:
+    table = EngineTable(lambda: 0.0)
+    if verdicts:
+        table.judge(EngineVerdicts(engines=list(verdicts)))
+    return table.rows(reports).engines
+
+
+def states(reports: list[LastReport], *verdicts: EngineVerdict) -> list[tuple[str, str]]:
+    return [(entry.engine_id, entry.state) for entry in rows(reports, *verdicts)]
+
+
+def test_an_engine_serves_only_by_the_trainers_verdict_on_this_start_of_it():
+    assert states([reported("new")]) == [("new", "joining")]
+    assert states([reported("new")], verdict("new")) == [("new", "serving")]
+    assert states([reported("new")], verdict("old")) == [("new", "joining")], "restarted at the same address"
+
+
+def test_an_engine_without_reports_for_some_seconds_does_not_serve():
+    assert states([reported("a", heard_s=SILENT_AFTER_S + 1)], verdict("a")) == [("a", "silent")]
+
+
+def test_an_engine_that_reports_elsewhere_stands_as_the_trainer_says():
+    entry = rows([], verdict("a", state="out", reason="it hangs"))[0]
+    assert (entry.url, entry.state, entry.reason, entry.proved_version) == ("http://a:1", "out", "it hangs", 3)
+
+
+def test_the_table_is_read_and_written_over_http(client: TestClient):
+    report = ProcessReport(kind="engine", name="engine-1", machine="m", pid=1, serves=reported("a").report.serves)
+    client.post("/v1/reports", content=msgspec.json.encode(report), headers={"Content-Type": "application/json"})
+    before = client.get("/v1/engines").json()
+    assert (before["has_trainer"], before["engines"][0]["state"]) == (False, "joining")
+    verdict = {"engine_id": "a", "url": "u", "state": "serving"}
+    answer = client.post("/v1/engines/verdicts", json={"engines": [verdict]}).json()
+    assert answer == client.get("/v1/engines").json() | {"engines": answer["engines"]}
+    assert (answer["has_trainer"], answer["engines"][0]["state"], answer["engines"][0]["name"]) == (
+        True, "serving", "engine-1",
+    )  # fmt: skip
+    unknown = client.post("/v1/engines/verdicts", json={"engines": [{"engine_id": "a", "url": "u", "state": "good"}]})
+    assert unknown.status_code == 422
+
+
+def test_the_history_has_each_change_of_state_once(client: TestClient):
+    def judge(*states: str) -> None:
+        engines = [{"engine_id": f"e{n}", "url": f"u{n}", "state": state} for n, state in enumerate(states)]
+        assert client.post("/v1/engines/verdicts", json={"engines": engines}).status_code == 200
+
+    for states in (["joining"], ["serving", "joining"], ["serving", "joining"], ["out"]):
+        judge(*states)
+    changes = client.get("/v1/engines/history").json()["changes"]
+    assert [(change["name"], change["state"]) for change in changes] == [
+        ("u0", "joining"), ("u0", "serving"), ("u1", "joining"), ("u1", "gone"), ("u0", "out"),
+    ]  # fmt: skip

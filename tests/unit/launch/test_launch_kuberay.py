@@ -1,0 +1,92 @@
+"""The manifest of a run for KubeRay; none was ever applied to a cluster."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import pytest
+import yaml
+
+from treadle.cli import main
+from treadle.config import load_run
+from treadle.errors import ConfigError
+from treadle.launch.kuberay import manifest
+from treadle.launch.ray_cluster import TESTED_VERSION
+
+DESCRIBED = {
+    "cluster.scheduler": "k8s", "cluster.nodes": "2", "cluster.gpus_per_node": "8", "cluster.cpus_per_node": "32",
+    "cluster.memory_gb_per_node": "256", "cluster.image": "lab/treadle:1", "cluster.volume": "claim:/runs",
+    "output": "/runs/mine",
+}  # fmt: skip
+
+
+def job_for(words: tuple[str, ...] = (), **changed: object) -> dict[str, Any]:
+    config = load_run(None, {**DESCRIBED, **changed})
+    return yaml.safe_load(manifest(config, words, label="arithmetic+My_env", plan=["hub, engine", "env, trainer"]))
+
+
+def test_the_job_has_a_worker_with_all_its_gpus_for_each_machine() -> None:
+    job = job_for()
+    assert (job["apiVersion"], job["kind"], job["metadata"]) == (
+        "ray.io/v1", "RayJob", {"name": "treadle-arithmetic-my-env"},
+    )  # fmt: skip
+    cluster = job["spec"]["rayClusterSpec"]
+    assert cluster["rayVersion"] == TESTED_VERSION
+    (group,) = cluster["workerGroupSpecs"]
+    assert {group["replicas"], group["minReplicas"], group["maxReplicas"]} == {2}
+    (worker,) = group["template"]["spec"]["containers"]
+    assert worker["image"] == "lab/treadle:1"
+    limits = {"cpu": 32, "memory": "262144Mi", "nvidia.com/gpu": 8}
+    assert worker["resources"] == {"limits": limits, "requests": limits}
+    assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
+
+
+def test_all_pods_mount_the_volume_of_the_run_and_shared_memory() -> None:
+    cluster = job_for()["spec"]["rayClusterSpec"]
+    pods = [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    for pod in pods:
+        mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+        volumes = {volume.pop("name"): volume for volume in pod["volumes"]}
+        assert mounts == {"runs": "/runs", "shared-memory": "/dev/shm"}
+        assert volumes["runs"] == {"persistentVolumeClaim": {"claimName": "claim"}}
+        assert volumes["shared-memory"] == {"emptyDir": {"medium": "Memory"}}
+
+
+def test_the_launcher_uses_the_cluster_that_it_is_in() -> None:
+    spec = job_for(("--on", "k8s", "--steps", "3", "--env.args", '{"a": 1}'))["spec"]
+    assert shlex.split(spec["entrypoint"]) == [
+        "treadle", "run", "--steps", "3", "--env.args", '{"a": 1}', "--on", "ray", "--address", "auto",
+    ]  # fmt: skip
+    assert spec["shutdownAfterJobFinishes"] is True
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"cluster.image": ""}, "names an image"),
+        ({"cluster.volume": ""}, "share the folder"),
+        ({"cluster.volume": "claim"}, "share the folder"),
+        ({"output": "runs"}, "is not on the volume at /runs"),
+    ],
+)
+def test_a_manifest_that_could_not_run_is_refused(changed: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        job_for(**changed)
+
+
+def test_a_dry_run_prints_the_manifest_and_where_processes_are(capsys) -> None:
+    words = ["run", "--on", "k8s", "--dry-run", "--cluster.nodes", "2", "--cluster.image", "lab/treadle:1"]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--cluster.volume", "claim:/runs", "--output", "/runs"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("# head: launcher, hub\n# machine 0: engine\n# machine 1: env, trainer\n")
+    assert yaml.safe_load(printed)["kind"] == "RayJob"
+
+
+def test_a_manifest_is_printed_and_never_applied(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--on", "k8s"])
+    assert ended.value.code == 2
+    assert "--dry-run | kubectl apply -f -" in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""A run on several machines: settings, places and addresses of its processes. Pure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from treadle.config import load_run
+from treadle.config.load import explicit_keys, with_values
+from treadle.errors import ConfigError
+from treadle.launch.machine import MachineFacts
+from treadle.launch.machines import Machine, facts_on, names_by_machine, place_processes, settings_for
+from treadle.launch.process_plan import RunPlan, build_plan
+
+HOSTS = tuple(Machine(f"n{number}", f"10.0.0.{number}") for number in (1, 2, 3))
+FACTS = MachineFacts(8, has_shared_memory=True, ports={"hub": 8000, "engine": 9001}, environment={"HOME": "/home/ada"})
+
+
+def plan_on(machines: tuple[Machine, ...], flags: dict[str, object]) -> RunPlan:
+    config = load_run(None, flags)
+    explicit = explicit_keys(config)
+    settings = settings_for(config, explicit, machines)
+    config = with_values(config, settings)
+    plan = build_plan(
+        config, facts_on(FACTS, config, machines), run_folder=Path("/runs/one"), model_folder="/cache/smol",
+        is_model_local=True, explicit=explicit | settings.keys(),
+    )  # fmt: skip
+    processes = place_processes(plan.processes, machines)
+    return RunPlan(plan.config, plan.run_folder, processes, plan.hub_url)
+
+
+def test_one_machine_has_the_plan_of_a_run_without_a_scheduler() -> None:
+    flags = {"train.ranks": "2", "engine.dtype": "float32"}
+    placed = plan_on(HOSTS[:1], flags)
+    alone = build_plan(
+        load_run(None, flags), FACTS, run_folder=Path("/runs/one"), model_folder="/cache/smol", is_model_local=True
+    )
+    assert placed.config == alone.config
+    assert placed.processes == alone.processes
+
+
+def test_the_engine_has_the_first_machine_and_ranks_the_others() -> None:
+    plan = plan_on(HOSTS, {"cluster.nodes": "3", "cluster.gpus_per_node": "2", "env": "arithmetic:0.5,tools:0.5"})
+    assert names_by_machine(plan.processes, 3) == [
+        "hub, engine", "env-arithmetic, trainer, trainer-1", "env-tools, trainer-2, trainer-3",
+    ]  # fmt: skip
+    assert plan.config.train.ranks == 4
+    assert plan.config.engine.gpus == (0,)
+    assert plan.config.train.gpus is None  # each rank takes the one of its local number
+    assert (plan.config.train.use_shared_memory, plan.config.train.broadcast_by) == (True, "nccl")
+
+
+def test_ranks_meet_at_the_machine_of_the_first_of_them() -> None:
+    plan = plan_on(HOSTS, {"cluster.nodes": "3", "train.ranks": "4"})
+    ranks = [spec.env for spec in plan.processes if spec.kind == "trainer"]
+    assert [env["RANK"] for env in ranks] == ["0", "1", "2", "3"]
+    assert [env["LOCAL_RANK"] for env in ranks] == ["0", "1", "0", "1"]
+    assert {env["LOCAL_WORLD_SIZE"] for env in ranks} == {"2"}
+    assert {env["MASTER_ADDR"] for env in ranks} == {"10.0.0.2"}
+    assert not any("GLOO_SOCKET_IFNAME" in env for env in ranks)  # that of loopback
+
+
+def test_servers_that_other_machines_call_ask_for_a_token() -> None:
+    config = plan_on(HOSTS, {"cluster.nodes": "3", "output": "/data/runs"}).config
+    assert (config.hub.host, config.engine.host) == ("10.0.0.1", "10.0.0.1")
+    assert config.train.hub_url == "http://10.0.0.1:8000"
+    assert config.train.engine_url == ("http://10.0.0.1:9001",)
+    assert config.hub.token_file == Path("/data/runs/hub.token")
+    assert config.engine.token_file == Path("/data/runs/engine.token")
+
+
+def test_a_run_that_had_several_machines_resumes_on_one() -> None:
+    config = load_run(None, {"output": "/data/runs"})
+    on_three = with_values(config, settings_for(config, frozenset(), HOSTS))
+    assert with_values(on_three, settings_for(on_three, frozenset(), HOSTS[:1])).hub == config.hub
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"train.ranks": "3"}, "cannot be distributed evenly over 2 machines"),
+        ({"train.ranks": "4", "cluster.gpus_per_node": "1"}, "need 2 GPUs each"),
+        ({"engine.tensor_parallel_size": "4", "cluster.gpus_per_node": "2"}, "needs as many GPUs of one machine"),
+        ({"train.single_copy": "true"}, "share no memory"),
+        ({"train.use_shared_memory": "false"}, "share no memory"),
+        ({"engines": "2"}, "a run on several machines starts one engine"),
+    ],
+)
+def test_what_several_machines_cannot_do_is_refused(flags: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan_on(HOSTS, {"cluster.nodes": "3", **flags})
+
+
+def test_a_hub_with_the_launcher_is_reached_from_the_only_machine() -> None:
+    config = load_run(None, {"cluster.scheduler": "ray"})
+    settings = settings_for(config, frozenset(), HOSTS[:1], Machine("head", "10.0.0.9"))
+    assert (settings["hub.host"], settings["engine.host"]) == ("10.0.0.9", "10.0.0.1")
+    assert settings["hub.token_file"] == Path("runs/hub.token")
+
+
+def test_gpus_of_a_machine_that_is_not_this_one_are_those_that_are_named() -> None:
+    config = load_run(None, {"cluster.scheduler": "ray", "cluster.gpus_per_node": "4"})
+    facts = facts_on(FACTS, config, HOSTS[:1])
+    assert (len(facts.gpus), facts.has_gpu) == (4, True)
