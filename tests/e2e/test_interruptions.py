@@ -131,7 +131,7 @@ def final_weights(run: Path) -> bytes:
 
 @pytest.mark.parametrize("ends", CHAINS)
 def test_a_run_that_lost_each_process_equals_an_undisturbed_one(model, undisturbed, tmp_path, ends):
-    words = command(tmp_path, "--model", str(model), "--steps", str(STEPS), *TINY_RUN, "--train.max-restarts", "0")
+    words = command(tmp_path, "--model", str(model), "--steps", str(STEPS), *TINY_RUN, "--max-restarts", "0")
     for step, end in zip(range(3, STEPS, 3), ends, strict=False):
         launched = LaunchedRun(words, tmp_path)
         try:
@@ -151,6 +151,25 @@ def test_a_run_that_lost_each_process_equals_an_undisturbed_one(model, undisturb
         words = [*words[:4], "--resume", str(launched.run), "--plain"]
     last = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=200, check=False)
     assert last.returncode == 0, ending(last, launched.run)
+    assert essence(launched.run) == essence(undisturbed)
+    assert final_weights(launched.run) == final_weights(undisturbed)
+
+
+def test_a_run_replaces_what_dies_and_equals_an_undisturbed_one(model, undisturbed, tmp_path):
+    """The same without --resume: the launcher starts the servers again."""
+    launched = LaunchedRun(
+        command(tmp_path, "--model", str(model), "--steps", str(STEPS), *TINY_RUN), tmp_path
+    )  # fmt: skip
+    try:
+        for step, victim in ((3, "env"), (5, "engine"), (9, "hub")):
+            launched.wait_for_step(step)
+            launched.children()[victim].kill()
+        output, _ = launched.process.communicate(timeout=200)
+    finally:
+        launched.end()
+    assert launched.process.returncode == 0, last_lines(output)
+    summary = json.loads((launched.run / "summary.json").read_text())
+    assert [line.split()[0] for line in summary["restarts"]] == ["env", "engine", "hub"]
     assert essence(launched.run) == essence(undisturbed)
     assert final_weights(launched.run) == final_weights(undisturbed)
 

@@ -25,9 +25,6 @@ class ClusterConfig(Section):
     )
     # ray
     address: str = option("auto", "ray: HOST:PORT of a cluster that runs; auto: that of this machine")
-    max_restarts: Count = option(
-        3, "ray: restarts of each environment, engine and hub after a crash; the trainer has train.max_restarts"
-    )
     # slurm
     time_limit: str = option("", "longest time of the allocation, such as 8:00:00; empty: the limit of the partition")
     sbatch_args: str = option("", "further flags of sbatch, such as '--partition=gpu --account=lab'")

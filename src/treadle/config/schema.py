@@ -186,6 +186,11 @@ class RunConfig(Section):
     stall_timeout_s: Annotated[float, Field(ge=0)] = option(
         3600.0, "stop a run in which nothing has moved for this many seconds; 0: never"
     )
+    max_restarts: Count = option(
+        3,
+        "restarts of each process after a crash; all trainer ranks start together, from the last checkpoint, and a new "
+        "engine gets the weights from them; 0: a crash ends the run",
+    )
     hub: HubConfig = HubConfig()
     engine: EngineConfig = EngineConfig()
     openai: ServerConfig = ServerConfig()

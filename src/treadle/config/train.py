@@ -223,10 +223,6 @@ class ShardOptions(Section):
     trainer_rank: Count = option(0, "rank of this process, if neither treadle run nor torchrun started it")
     init_method: str = option("env://", "rendezvous: tcp://HOST:PORT, or env:// for MASTER_ADDR and MASTER_PORT")
     ranks_timeout_s: Seconds = option(600.0, "seconds without a sign of life from one rank after which all of them end")
-    max_restarts: Count = option(
-        3,
-        "treadle run: how often all ranks are started again from the last checkpoint after one has crashed; 0: never",
-    )
     shard: Literal["fsdp2", "zero2"] = option(
         "fsdp2",
         "several ranks share weights, gradients and optimizer state; a layer is whole only while it computes (fsdp2), "

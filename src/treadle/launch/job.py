@@ -291,18 +291,15 @@ class RunSession:
             plan.config.stall_timeout_s,
         )
         note_of_trainer = partial(self._note_restart, "trainer")
-        restarts = TrainerRestarts(plan.config.train.max_restarts, self._progress, note_of_trainer)
-        cluster, replacements = plan.config.cluster, None
-        if cluster.scheduler == "ray":
-            replacements = Replacements(cluster.max_restarts, self._progress, self._note_restart, self._has_published)
+        limit = plan.config.max_restarts
         self._supervisor = Supervisor(
             self._stop,
             on_tick=self._tick,
             placement=placement,
             on_wait=_say,
-            restarts=restarts,
+            restarts=TrainerRestarts(limit, self._progress, note_of_trainer),
             engine_restarts=self._engine_restarts() if plan.config.has_fleet else None,
-            replacements=replacements,
+            replacements=Replacements(limit, self._progress, self._note_restart, self._has_published),
         )
         self._memory = MemorySampler(lambda: self._supervisor.pids)
         self._screen: Screen | None = None

@@ -3,8 +3,10 @@
 one rank dies ──> its connections close ──> the others end with an error, or are killed after RANKS_END_S
               ──> all ranks start again from the last checkpoint, at most `max_restarts` times in a run
 
-The trainer is not restarted after an error that has a remedy, after a lack of memory, or when the ranks crash again
-before they have taken a further step.
+one server or environment dies ──> it starts again; with an engine the ranks too, which publish to it
+
+Nothing is restarted after an error that has a remedy, after a lack of memory, or when it crashes again before a further
+step was taken.
 """
 
 from __future__ import annotations
@@ -100,10 +102,10 @@ class TrainerRestarts:
         if not first.is_crash:
             return "a new start would end in the same way"
         if self._max_restarts == 0:
-            return "--train.max-restarts is 0"
+            return "--max-restarts is 0"
         restarts = counted(self._num_restarts, "restart")
         if self._num_restarts >= self._max_restarts:
-            return f"it crashed again after {restarts} (--train.max-restarts {self._max_restarts})"
+            return f"it crashed again after {restarts} (--max-restarts {self._max_restarts})"
         if self._last is not None and not now.has_moved_since(self._last):
             return f"it crashed again after {restarts}, before it had taken a further step"
         self._last = now
@@ -165,6 +167,7 @@ class Replacements:
         self._max_restarts = max_restarts
         self._progress = progress
         self._say = say
+        self._first = progress()  # when this session began
         self._last: dict[str, Progress] = {}
         self._num_restarts: Counter[str] = Counter()
 
@@ -175,10 +178,14 @@ class Replacements:
             restarts = counted(self._num_restarts[end.name], "restart")
             if not end.is_crash:
                 return "a new start would end in the same way"
+            if self._max_restarts == 0:
+                return "--max-restarts is 0"
             if self._num_restarts[end.name] >= self._max_restarts:
-                return f"{end.name} ended again after {restarts} (--cluster.max-restarts {self._max_restarts})"
-            if end.name in self._last and not now.has_moved_since(self._last[end.name]):
-                return f"{end.name} ended again after {restarts}, before a further step was taken"
+                return f"{end.name} ended again after {restarts} (--max-restarts {self._max_restarts})"
+            # An error of Python repeats itself; a process that was killed by a signal starts once without a step.
+            last = self._last.get(end.name, self._first if end.code > 0 else None)
+            if last is not None and not now.has_moved_since(last):
+                return f"{end.name} ended after {restarts}, before a further step was taken"
         for end in ends:
             self._last[end.name] = now
             self._num_restarts[end.name] += 1

@@ -288,7 +288,7 @@ def test_a_run_that_runs_out_of_memory_shows_what_takes_less(words, tmp_path, mo
     monkeypatch.setattr("treadle.launch.job.prepare_model", lambda _: str(folder))
     with pytest.raises(ProcessDied):
         start_run(load_run(None, {"output": tmp_path / "runs"}), plain=True)
-    assert "--train.micro-tokens" in capsys.readouterr().err
+    assert "--train.optimizer adamw_8bit" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -56,13 +56,13 @@ def test_only_a_crash_is_followed_by_a_restart(end: RankEnd, is_restarted: bool)
 def test_restarts_are_bounded_and_need_a_further_step() -> None:
     restarts, said = restarts_at(*(Progress(step, 0) for step in (1, 2, 3)), max_restarts=2)
     assert [restarts.refusal([KILLED], 1) for _ in range(3)] == [
-        "", "", "it crashed again after 2 restarts (--train.max-restarts 2)",
+        "", "", "it crashed again after 2 restarts (--max-restarts 2)",
     ]  # fmt: skip
     assert len(said) == 2
     restarts, _ = restarts_at(Progress(5, 4), Progress(5, 4))
     assert restarts.refusal([KILLED], 1) == ""
     assert restarts.refusal([KILLED], 1) == "it crashed again after 1 restart, before it had taken a further step"
-    assert restarts_at(Progress(5, 4), max_restarts=0)[0].refusal([KILLED], 1) == "--train.max-restarts is 0"
+    assert restarts_at(Progress(5, 4), max_restarts=0)[0].refusal([KILLED], 1) == "--max-restarts is 0"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_crash_that_is_not_repeated_names_the_rank_and_its_log(make_spec) -> N
     restarts, _ = restarts_at(Progress(0, 0), max_restarts=0)
     with Supervisor(StopRequest(), restarts=restarts) as supervisor, pytest.raises(ProcessDied) as caught:
         start_and_watch(supervisor, specs)
-    assert "trainer-1 died (exit code 1), not started again: --train.max-restarts is 0" in str(caught.value)
+    assert "trainer-1 died (exit code 1), not started again: --max-restarts is 0" in str(caught.value)
     assert "| last line of rank 1" in str(caught.value)
 
 
@@ -202,7 +202,7 @@ def replacements_at(
     *progress: Progress, max_restarts: int = 3, has_published: bool = True
 ) -> tuple[Replacements, list[tuple[str, str]]]:
     said: list[tuple[str, str]] = []
-    now = iter(progress).__next__
+    now = iter((Progress(0, 0), *progress)).__next__  # the first one: when the session began
     return Replacements(max_restarts, now, lambda *note: said.append(note), lambda: has_published), said
 
 
@@ -211,9 +211,9 @@ def test_each_process_has_its_own_restarts_and_needs_a_further_step() -> None:
     assert replacements.refusal([ENV_KILLED]) == ""
     engine = RankEnd("engine", 1, "", "exit code 1")
     assert replacements.refusal([engine]) == ""
-    assert replacements.refusal([ENV_KILLED]) == "env ended again after 1 restart, before a further step was taken"
+    assert replacements.refusal([ENV_KILLED]) == "env ended after 1 restart, before a further step was taken"
     assert replacements.refusal([ENV_KILLED]) == ""
-    assert replacements.refusal([ENV_KILLED]) == "env ended again after 2 restarts (--cluster.max-restarts 2)"
+    assert replacements.refusal([ENV_KILLED]) == "env ended again after 2 restarts (--max-restarts 2)"
     assert said[0] == (
         "env", "env died after step 1: exit code -9, ended by SIGKILL; it starts again (restart 1 of 2)"
     )  # fmt: skip
@@ -223,6 +223,15 @@ def test_each_process_has_its_own_restarts_and_needs_a_further_step() -> None:
 def test_an_error_with_a_remedy_is_no_reason_for_a_restart() -> None:
     refused = RankEnd("env", 2, "there is no task 'digit'")
     assert replacements_at(Progress(1, 0))[0].refusal([refused]) == "a new start would end in the same way"
+
+
+def test_an_exception_before_the_first_step_is_no_reason_for_a_restart() -> None:
+    raised = RankEnd("env", 1, "", "exit code 1")
+    replacements, _ = replacements_at(Progress(0, 0), Progress(0, 0), Progress(1, 0))
+    assert replacements.refusal([raised]) == "env ended after 0 restarts, before a further step was taken"
+    assert replacements.refusal([ENV_KILLED]) == ""
+    assert replacements.refusal([raised]) == ""
+    assert replacements_at(Progress(1, 0), max_restarts=0)[0].refusal([ENV_KILLED]) == "--max-restarts is 0"
 
 
 MORTAL = """
