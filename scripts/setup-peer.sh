@@ -8,6 +8,6 @@ source scripts/venv.sh
 name=$1 proof=$2
 venv=.venv-$name constraints=constraints-$name.txt
 make_venv "$venv" .ready "${*:3}" pyproject.toml "$constraints" constraints-build.txt
-install "$venv" "$constraints" "${@:3}"  # not compiled: most of its libraries are never imported here
+install "$venv" "$constraints" "${@:3}"
 "$venv/bin/python" -c "$proof"
 is_ready "$venv" .ready

@@ -6,6 +6,8 @@ source scripts/venv.sh
 extras=${1:-train}
 stamp=.ready-${extras//,/-}
 make_venv .venv "$stamp" "treadle[$extras]" pyproject.toml constraints.txt constraints-build.txt
-export UV_COMPILE_BYTECODE=1  # most of it is imported, by several processes at once
 install .venv constraints.txt --editable ".[$extras]"
+# Compile what trainer and engine import, once: they start at the same time. The rest is compiled when it is imported;
+# compiling all of it took a minute of CPU, mostly for models of transformers that nobody imports.
+.venv/bin/python -c 'import treadle.train.process, treadle.engines.server, transformers.models.llama.modeling_llama, peft'
 is_ready .venv "$stamp"

@@ -25,7 +25,7 @@ make_venv() {
 
 # install VENV CONSTRAINTS FLAG... PACKAGE...: install with uv, which takes seconds instead of pip's minutes, shares files
 # between environments, and checks every file against the hashes in CONSTRAINTS, which pip does not do for an editable
-# package. UV_COMPILE_BYTECODE=1 compiles the installed files.
+# package.
 install() {
   local venv=$1; shift
   grep '^uv==' constraints-build.txt |
