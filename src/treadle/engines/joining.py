@@ -25,6 +25,7 @@ ASK_TIMEOUT_S = 10.0
 _SHARED = frozenset({
     "model", "dtype", "quantization", "enable_lora", "max_lora_rank", "max_model_len", "max_num_seqs", "adapter_root",
 })  # fmt: skip
+_BEST_FIRST = ("serving", "silent", "joining", "out")  # whose settings are copied
 _ANY_ADDRESS = ("0.0.0.0", "::", "")  # noqa: S104 - compared, not listened on
 
 
@@ -40,7 +41,14 @@ def with_settings_of_run(config: EngineConfig) -> EngineConfig:
     if not given.issuperset(
         _SHARED
     ):  # those that treadle run starts have all settings, and the hub may be starting too
-        peers = [entry.served for entry in fetch_table(config.join).engines if entry.served is not None]
+        rows = sorted(fetch_table(config.join).engines, key=lambda entry: _BEST_FIRST.index(entry.state))
+        peers = [entry.served for entry in rows if entry.served is not None]
+        if not peers and not given.issuperset({"model", "adapter_root"}):
+            raise ConfigError(
+                f"no engine reports to the hub at {shown_url(config.join)}, so the run's settings are unknown",
+                fix="give --model, --adapter-root (the run's folder, where its trainer saves weights) and the other "
+                "settings of the run here, or wait until another engine has joined",
+            )
         values |= {key: value for peer in peers[:1] for key, value in _settings_of(peer).items() if key not in given}
     model = values.get("model", "")
     if model.startswith(("/", "~")) and not Path(model).expanduser().is_dir():

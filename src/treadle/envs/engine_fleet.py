@@ -131,6 +131,8 @@ class FleetPool(EnginePool):
             self._read_s, self._reading = awake_s(), None
 
     def _take(self, table: Engines) -> None:
+        if not table.has_trainer and self._by_id:
+            return  # the hub was restarted, and the trainer has not posted its verdicts again yet
         self._table = table.engines
         serving = {entry.engine_id: entry for entry in table.engines if entry.state == "serving"}
         for engine_id, engine in list(self._by_id.items()):
@@ -220,7 +222,8 @@ class FleetPool(EnginePool):
         oldest, newest = min(versions), max([*versions, *(result.newest_version for result in results)])
         began = awake_s()
         while not any(_has_proved(row, oldest, newest) for row in (before, engine.entry)):
-            if engine.left.is_set() or awake_s() - began > PROOF_S:
+            skipped = engine.entry is not None and oldest < (engine.entry.proved_since or 0)  # its proof has failed
+            if skipped or engine.left.is_set() or awake_s() - began > PROOF_S:
                 raise EngineAway(f"the engine at {engine.client.url} has not proved version {newest}")
             await asyncio.sleep(PROOF_POLL_S)
             await self._read_table(PROOF_POLL_S)

@@ -178,11 +178,15 @@ class EnginePool(AbstractAsyncContextManager["EnginePool"]):
         temperature: float,
         seeds: Sequence[int] | None = None,
     ) -> list[EngineResult]:
-        """Divide the wave equally among the engines, always in the same way."""
+        """Divide the wave equally among the engines, always in the same way. If one becomes unreachable, its part is
+        asked of another."""
+        engines = await self._wait_for_fit_members(0.0)
 
-        async def ask(fit: list[PoolMember], attempt: int) -> list[EngineResult]:
-            async def ask_part(member: PoolMember, part: range) -> list[EngineResult]:
-                places = slice(part.start, part.stop)
+        async def ask_part(first: PoolMember, part: range) -> list[EngineResult]:
+            places = slice(part.start, part.stop)
+
+            async def ask(fit: list[PoolMember], attempt: int) -> list[EngineResult]:
+                member = first if attempt == 0 and first in fit else self._choose(fit, "")
                 with self._asking(member, n * len(part)) as oldest:
                     wave = member.client.generate_wave(
                         f"{wave_id}.{attempt}.{part.start}",
@@ -196,16 +200,16 @@ class EnginePool(AbstractAsyncContextManager["EnginePool"]):
                     _refuse_older(results, oldest, member.client.url)
                 return results
 
-            # For few prompts there are fewer parts than engines.
-            parts = zip(fit, _equal_parts(len(prompts), len(fit)), strict=False)
-            tasks = [asyncio.ensure_future(ask_part(*one)) for one in parts]
-            try:
-                return [generation for part in await asyncio.gather(*tasks) for generation in part]
-            finally:
-                for task in tasks:
-                    task.cancel()
+            return await self._until_answered(ask, refresh_s=0.0)
 
-        return await self._until_answered(ask, refresh_s=0.0)
+        # For few prompts there are fewer parts than engines.
+        parts = zip(engines, _equal_parts(len(prompts), len(engines)), strict=False)
+        tasks = [asyncio.ensure_future(ask_part(*one)) for one in parts]
+        try:
+            return [generation for part in await asyncio.gather(*tasks) for generation in part]
+        finally:
+            for task in tasks:
+                task.cancel()
 
     def _choose(self, fit: Sequence[PoolMember], conversation: str) -> PoolMember:
         chosen = min(fit, key=lambda one: one.num_running)

@@ -1,6 +1,6 @@
 """The engines of a run: reports of the engines, joined with the verdicts of the trainer.
 
-Both are repeated every few seconds, so the table is in memory: a hub that was restarted has it again at once.
+Both are repeated every few seconds, so the table is in memory, and complete again within seconds of a restart.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from treadle.wire.engines import (
     EngineState,
     EngineVerdict,
     EngineVerdicts,
+    ServedEngine,
 )
 from treadle.wire.hub import LastReport
 
@@ -47,7 +48,11 @@ class EngineTable:
     def rows(self, reports: Iterable[LastReport]) -> Engines:
         """The table, ordered by name. An engine that was restarted at an address replaces the one that was there."""
         judged_s = 0.0 if self._judged_s is None else round(self._clock() - self._judged_s, 1)
-        reported = {one.report.serves.engine_id: one for one in reports if one.report.serves is not None}
+        reported: dict[str, LastReport] = {}
+        for one in reports:
+            served = one.report.serves
+            if served is not None and (served.engine_id not in reported or self._has_verdict(served)):
+                reported[served.engine_id] = one
         entries = [_reporting(one, self._verdicts.get(engine_id)) for engine_id, one in reported.items()]
         taken = {entry.url for entry in entries if entry.state != "silent"}
         entries += [
@@ -59,6 +64,10 @@ class EngineTable:
         return Engines(
             engines=sorted(entries, key=lambda entry: (entry.name, entry.url)), has_trainer=self._judged_s is not None
         )
+
+    def _has_verdict(self, served: ServedEngine) -> bool:
+        verdict = self._verdicts.get(served.engine_id)
+        return verdict is not None and verdict.url == served.url
 
     def _record(self, entries: Iterable[EngineEntry]) -> None:
         """Keep what has changed since the last call; trainer and environments call at least once a second."""
@@ -84,7 +93,7 @@ def _reporting(last: LastReport, verdict: EngineVerdict | None) -> EngineEntry:
     return EngineEntry(
         engine_id=served.engine_id,
         name=report.name,
-        url=served.url,
+        url=served.url if verdict is None else verdict.url,  # a proof holds for the URL where the trainer asked for it
         state="silent" if last.heard_s > SILENT_AFTER_S else state,
         policy_version=report.policy_version,
         proved_since=None if verdict is None else verdict.proved_since,

@@ -226,6 +226,8 @@ class ObserverRoutes:
         why = why_refused(request.scope, ROLES_OF_KIND[report.kind])
         if why is not None:
             raise Refused(403, f"a report of the kind {report.kind!r}: {why}", reason="not_allowed")
+        if report.serves is not None and report.kind != "engine":
+            raise Refused(403, f"a report of the kind {report.kind!r} cannot name an engine", reason="not_allowed")
         env_id = report.env_id if report.kind == "env" else None
         if env_id is not None and any(env.env_id == env_id for env in hub.store.read(runs.read_envs)):
             hub.presence.mark(env_id)  # busy, and not gone

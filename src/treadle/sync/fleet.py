@@ -54,6 +54,7 @@ TEND_EVERY_S = 1.0
 FORGET_AFTER_S = 70.0  # an engine that is not listed, and does not answer
 FIRST_RETRY_S = 2.0
 LONGEST_RETRY_S = 60.0
+TABLE_AGE_S = 2.0  # environments with requests in flight have read the table again after this time
 POLL_S = 0.05
 _HUB_TIMEOUT_S = 5.0
 _ROUTE = "/v1/engines"
@@ -152,6 +153,7 @@ class FleetSync:
         self._attached: BridgeInfo | None = None  # of the engine that training began with
         self._expecting: PublishVerifier | None = None  # computes what engines must have
         self._published: PublishedVersion | None = None
+        self._posts_verdicts = False  # from the first publish on
         self._polls: dict[str, Future[BridgeInfo]] = {}  # of --engine-url that do not report to the hub
         self._has_warned_of_none = False
         self._tender: threading.Thread | None = None
@@ -162,19 +164,22 @@ class FleetSync:
         """Wait for the first engine; training starts from its model."""
         began = awake_s()
         attach = attach_adapters if self._files.compares == "adapter" else attach_own_weights
+        problem: TreadleError | None = None
         while True:
             self._tend()
             for member in self._list_members():
                 try:
+                    self._check_same_start(member)  # `attach` waits for one that has died as if it were still loading
                     attached = attach(self._config, member.link)
                     self._attached = member.link.get("/bridge/info", BridgeInfo)
-                except SyncError as error:  # it has died since it was listed
+                except TreadleError as error:  # it has died since it was listed, or serves another model
+                    problem = error
                     self._take_out(member, error.message)
                     continue
                 self._start_tending()
                 return attached
             if awake_s() - began > LOADING_S:
-                raise SyncError(f"no engine has joined this run within {LOADING_S:.0f} s", fix=_START_ONE)
+                raise problem or SyncError(f"no engine has joined this run within {LOADING_S:.0f} s", fix=_START_ONE)
             time.sleep(POLL_S * 4)
 
     def settle(self) -> None:
@@ -185,6 +190,8 @@ class FleetSync:
         policy.write_live_weights()
         folder = self._files.save(policy, self._live.prepare(), version)
         expected = self._expect(policy, version)
+        if self._published is None:
+            self._replace_earlier_verdicts()
         published = PublishedVersion(version, folder, expected)
         saved = time.monotonic()
         with self._lock:
@@ -210,19 +217,31 @@ class FleetSync:
     def _expect(self, policy: Publishable, version: int) -> ExpectedState:
         """What every engine must have; computed now, because the weights change before the last engine joins."""
         expected: ExpectedState | None = None
+        began, logged = awake_s(), ""
         while expected is None:
-            verifier = self._expecting or self._new_verifier(self._any_link())
             try:
+                verifier = self._expecting or self._new_verifier(self._any_link())
                 expected, self._expecting = verifier.expect(policy, version), verifier
-            except SyncError as error:  # an engine that is split over several workers is asked for their parts
-                log.warning("engine_not_asked_for_parts", problem=error.message)
+            except TreadleError as error:  # an engine that is split over several workers is asked for their parts
+                if awake_s() - began > LOADING_S + self._config.publish_deadline_s:
+                    raise
+                if error.message != logged:
+                    log.warning("engine_not_asked_for_parts", problem=error.message)
+                    logged = error.message
                 time.sleep(TEND_EVERY_S)
         found = {} if expected.fingerprints is None else expected.fingerprints()
         return replace(expected, fingerprints=lambda: found, uncached_canary=None)
 
     def _any_link(self) -> EngineLink:
-        members = self._list_members()
-        return members[0].link if members else EngineLink.of_trainer(self._config)
+        problem: TreadleError = SyncError("no engine of this run answers", fix=_START_ONE)
+        for member in self._list_members():
+            try:
+                self._check_fits(member)
+            except TreadleError as error:
+                problem = error
+            else:
+                return member.link
+        raise problem
 
     def _new_verifier(self, link: EngineLink) -> PublishVerifier:
         return PublishVerifier(self._config, link, compares=self._files.compares)
@@ -285,8 +304,12 @@ class FleetSync:
             self._files.clean_up(member.link, handed)
         except Exception as error:  # whatever is wrong with one engine, the others go on
             why = error.message if isinstance(error, TreadleError) else f"{type(error).__name__}: {error}"
-            if self._published is published:  # else the next version may succeed
+            with self._lock:  # it may have answered under this version: a later proof begins a new range
+                member.proved_since = member.proved_version = None
+            if self._published is published:
                 self._take_out(member, why)
+            else:  # the next version may succeed
+                in_background("verdicts", self._post_verdicts)
             return
         with self._lock:
             if self._members.get(member.engine_id) is not member:
@@ -314,6 +337,12 @@ class FleetSync:
                 if info.dtype != first.dtype
                 else "it takes no adapters, and the run publishes them",
                 fix="start it with `treadle engine --join HUB`, without --dtype and --enable-lora",
+            )
+        if first is not None and self._files.compares == "weights" and info.num_workers != first.num_workers:
+            raise ConfigError(
+                f"its weights are split over {info.num_workers} GPUs, and those of the run's engines over "
+                f"{first.num_workers}: their parts cannot be compared",
+                fix="start it with as many --gpus as the run's other engines",
             )
 
     def _check_same_start(self, member: FleetMember) -> BridgeInfo:
@@ -380,12 +409,14 @@ class FleetSync:
             self._take_out(member, "it does not report any more")
         elif is_gone and now_s - member.seen_s > FORGET_AFTER_S:
             del self._members[member.engine_id]
-        elif not is_gone and member.pending is None and self._published is not None:
-            has_it = member.state == "serving" and member.proved_version == self._published.version
-            if has_it or (member.state == "out" and now_s < member.retry_at_s):
+        elif not is_gone and member.pending is None:
+            published = self._published
+            has_proved = published is not None and member.proved_version == published.version
+            if (has_proved and member.state == "serving") or (member.state == "out" and now_s < member.retry_at_s):
                 return
             member.state = "joining"
-            self._begin(member, self._published)
+            if published is not None:
+                self._begin(member, published)
 
     def _take_in(self, engine_id: str, url: str) -> FleetMember:
         for other in self._members.values():
@@ -413,13 +444,21 @@ class FleetSync:
                 self._polls[url] = in_background("ask-engine", partial(link.get, "/bridge/info", BridgeInfo))
         return answers
 
+    def _replace_earlier_verdicts(self) -> None:
+        """Withdraw the proofs that engines gave an earlier trainer, before any of them loads weights of this one: the
+        versions that they cover may be published again."""
+        began = awake_s()
+        self._posts_verdicts = True
+        while self._post_verdicts() is None and awake_s() - began < self._config.publish_deadline_s:
+            time.sleep(TEND_EVERY_S)
+        time.sleep(TABLE_AGE_S)
+
     def _post_verdicts(self) -> Engines | None:
-        """The table, with what this trainer knows. Before its first proof the verdicts of an earlier trainer stand."""
+        """The table, with what this trainer knows. Before its first publish those of an earlier one stand."""
         with self._posting:
             with self._lock:
                 verdicts = [member.verdict() for member in self._members.values()]
-                has_proofs = any(member.proved_version is not None for member in self._members.values())
-            return self._table.exchange(EngineVerdicts(engines=verdicts) if has_proofs else None)
+            return self._table.exchange(EngineVerdicts(engines=verdicts) if self._posts_verdicts else None)
 
 
 def _is_silent(engine_id: str, listed: Iterable[EngineEntry]) -> bool:

@@ -10,9 +10,10 @@ import pytest
 
 from tests.hub_process import HubProcess
 from treadle.config import EngineConfig
+from treadle.engines import joining
 from treadle.engines.joining import own_url, with_settings_of_run
 from treadle.errors import ConfigError, HubError
-from treadle.wire.engines import ServedEngine
+from treadle.wire.engines import EngineEntry, Engines, ServedEngine
 from treadle.wire.hub import ProcessReport
 
 
@@ -39,6 +40,25 @@ def test_settings_that_are_not_given_are_those_of_the_run(hub, tmp_path):
     assert (config.enable_lora, config.max_lora_rank, config.adapter_root) == (True, 16, Path("/runs"))
     assert config.max_num_seqs == 8, "as it was given"
     assert (config.hub_url, config.name) == (hub.url, "engine at 127.0.0.1:9010")
+
+
+def test_settings_are_copied_from_an_engine_that_serves(tmp_path, monkeypatch):
+    def row(name, state, dtype):
+        served = ServedEngine(engine_id=name, url="http://127.0.0.1:9", model=str(tmp_path), dtype=dtype)
+        return EngineEntry(engine_id=name, name=name, url=served.url, state=state, served=served)
+
+    listed = [row("a", "out", "bfloat16"), row("b", "joining", "float16"), row("c", "serving", "float32")]
+    monkeypatch.setattr(joining, "fetch_table", lambda _: Engines(engines=listed))
+    assert with_settings_of_run(EngineConfig(join="http://127.0.0.1:8000")).dtype == "float32"
+
+
+def test_without_another_engine_the_model_and_the_folder_of_weights_must_be_given(tmp_path, monkeypatch):
+    monkeypatch.setattr(joining, "fetch_table", lambda _: Engines(engines=[]))
+    with pytest.raises(ConfigError, match="no engine reports to the hub") as refused:
+        with_settings_of_run(EngineConfig(join="http://127.0.0.1:8000", model=str(tmp_path)))
+    assert "--adapter-root" in refused.value.fix
+    given = EngineConfig(join="http://127.0.0.1:8000", model=str(tmp_path), adapter_root=tmp_path)
+    assert with_settings_of_run(given).adapter_root == tmp_path
 
 
 def test_a_model_that_is_not_on_this_machine_is_refused(hub, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from contextlib import ExitStack
 
@@ -133,6 +134,45 @@ def test_an_answer_waits_until_its_version_is_proved(fleet):
 
     assert asyncio.run(scenario()) == "a"
     assert fleet.asked["a"] == 1
+
+
+def test_an_answer_of_a_version_whose_proof_failed_is_asked_again_at_once(fleet):
+    fleet.judge("a", version=0)
+    fleet.doubles["a"].policy_version = lambda: 1
+
+    async def scenario():
+        async with fleet.open() as pool:
+            asking = asyncio.ensure_future(ask(pool))
+            while not fleet.asked["a"]:
+                await asyncio.sleep(0.02)
+            done, _ = await asyncio.wait({asking}, timeout=0.6)
+            assert not done
+            fleet.doubles["a"].policy_version = lambda: 2
+            await asyncio.to_thread(fleet.judge, "a", version=2, since=2)
+            return await asyncio.wait_for(asking, 5)
+
+    assert asyncio.run(scenario()) == "a"
+    assert fleet.asked["a"] == 2
+
+
+def test_a_restart_of_the_hub_does_not_cancel_requests(fleet):
+    fleet.judge("a")
+    release = threading.Event()
+    fleet.doubles["a"].write = lambda *_: [str(release.wait(30))]
+
+    async def scenario():
+        async with fleet.open() as pool:
+            asking = asyncio.ensure_future(ask(pool))
+            while not fleet.asked["a"]:
+                await asyncio.sleep(0.02)
+            await asyncio.to_thread(fleet.hub.end)
+            await asyncio.to_thread(fleet.hub.start)
+            done, _ = await asyncio.wait({asking}, timeout=1.0)  # it reads a table without verdicts
+            release.set()
+            return done, await asyncio.wait_for(asking, 5)
+
+    assert asyncio.run(scenario()) == (set(), "True")
+    assert fleet.asked == {"a": 1, "b": 0}
 
 
 def test_a_conversation_stays_at_its_engine(fleet):

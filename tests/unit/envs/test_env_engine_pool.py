@@ -175,6 +175,21 @@ def test_what_an_engine_that_goes_away_was_asked_is_asked_of_the_other(tmp_path)
     assert asyncio.run(scenario()) == {"b"}
 
 
+def test_only_the_part_of_a_lost_engine_is_asked_again(tmp_path):
+    engines = Engines(tmp_path)
+
+    async def scenario():
+        async with engines.pool(retry_policy=RetryPolicy(give_up_after_s=30.0)) as pool:
+            await pool.health()
+            engines.networks[1].losses = {"/generate": 10**6, "/health": 10**6}
+            return await pool.generate_wave("w", [[65], [66], [67], [68]], n=1, max_tokens=8, temperature=0.0)
+
+    letters = [engines.doubles[0].tokenizer.decode([token]) for token in range(65, 69)]
+    assert [one.completions[0].text for one in asyncio.run(scenario())] == [letter + "a" for letter in letters]
+    prompts = [one.prompt["prompt_token_ids"] for one in engines.doubles[0].requests]
+    assert prompts == [[65], [66], [67], [68]], "each once"
+
+
 def test_answers_of_an_engine_that_lost_its_weights_are_asked_again(tmp_path):
     engines = Engines(tmp_path)
     engines.versions = [5, 5]

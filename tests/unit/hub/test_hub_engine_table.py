@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 from starlette.testclient import TestClient
 
 from treadle.hub.engine_table import SILENT_AFTER_S, EngineTable
@@ -39,6 +40,24 @@ def test_an_engine_serves_only_by_the_trainers_verdict_on_this_start_of_it():
     assert states([reported("new")], verdict("old")) == [("new", "joining")], "restarted at the same address"
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_proof_holds_for_the_url_that_the_trainer_asked(order):
+    reports = [reported("a"), reported("a", url="http://evil:1")]
+    (entry,) = rows([reports[place] for place in order], verdict("a"))
+    assert (entry.url, entry.served and entry.served.url) == ("http://a:1", "http://a:1")
+    (entry,) = rows([reports[1]], verdict("a"))
+    assert (entry.url, entry.state) == ("http://a:1", "serving"), "requests go nowhere else"
+
+
+@pytest.mark.parametrize("kind", ["env", "trainer", "hub"])
+def test_only_engines_may_name_an_engine_in_their_reports(client: TestClient, kind: Any):
+    report = ProcessReport(kind=kind, name="x", machine="m", pid=1, serves=reported("a").report.serves)
+    headers = {"Content-Type": "application/json"}
+    answer = client.post("/v1/reports", content=msgspec.json.encode(report), headers=headers)
+    assert (answer.status_code, "cannot name an engine" in answer.text) == (403, True)
+    assert client.get("/v1/engines").json()["engines"] == []
+
+
 def test_an_engine_without_reports_for_some_seconds_does_not_serve():
     assert states([reported("a", heard_s=SILENT_AFTER_S + 1)], verdict("a")) == [("a", "silent")]
 
@@ -53,7 +72,7 @@ def test_the_table_is_read_and_written_over_http(client: TestClient):
     client.post("/v1/reports", content=msgspec.json.encode(report), headers={"Content-Type": "application/json"})
     before = client.get("/v1/engines").json()
     assert (before["has_trainer"], before["engines"][0]["state"]) == (False, "joining")
-    verdict = {"engine_id": "a", "url": "u", "state": "serving"}
+    verdict = {"engine_id": "a", "url": "http://a:1", "state": "serving"}
     answer = client.post("/v1/engines/verdicts", json={"engines": [verdict]}).json()
     assert answer == client.get("/v1/engines").json() | {"engines": answer["engines"]}
     assert (answer["has_trainer"], answer["engines"][0]["state"], answer["engines"][0]["name"]) == (

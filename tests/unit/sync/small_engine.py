@@ -60,6 +60,7 @@ class SmallEngine:
     dtype: torch.dtype = torch.float32
     weights_file: Path | None = None
     has_lora: bool = True
+    num_workers: int = 1  # as it says
     faults: Faults = field(default_factory=Faults)
     engine_id: str = field(default_factory=lambda: secrets.token_hex(4))
 
@@ -88,7 +89,7 @@ class SmallEngine:
             model_name=str(self.folder), device="cpu", engine="transformers", engine_version="0",
             dtype=str(self.base.dtype).removeprefix("torch."), is_paused=self.is_paused, has_lora=self.has_lora,
             max_lora_rank=16, quantization="none", max_model_len=2048, max_num_seqs=128,
-            adapter_root=str(self.folder.parent), engine_id=self.engine_id,
+            adapter_root=str(self.folder.parent), engine_id=self.engine_id, num_workers=self.num_workers,
         )  # fmt: skip
 
     def state_dict_info(self, _):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from contextlib import ExitStack
+from dataclasses import replace
+from typing import ClassVar
 
 import httpx
+import msgspec
 import pytest
 import torch
 
@@ -13,6 +17,7 @@ from tests.e2e.processes import free_port
 from tests.hub_process import HubProcess
 from tests.tiny_model import write_tiny_model
 from tests.unit.sync.small_engine import Faults, SmallEngine, serving
+from treadle.background import in_background
 from treadle.config import TrainConfig
 from treadle.config.load import load_run
 from treadle.errors import ConfigError, SyncError
@@ -20,6 +25,8 @@ from treadle.sync import fleet
 from treadle.sync.modes import choose_sync
 from treadle.train.optimizers import build_optimizer
 from treadle.train.policy import build_policy
+from treadle.wire.engines import ServedEngine
+from treadle.wire.hub import ProcessReport
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +45,16 @@ def hub(tmp_path):
 def quick(monkeypatch):
     monkeypatch.setattr(fleet, "TEND_EVERY_S", 0.05)
     monkeypatch.setattr(fleet, "FIRST_RETRY_S", 0.05)
+    monkeypatch.setattr(fleet, "TABLE_AGE_S", 0.0)
+    yield
+    for sync in Trainer.started:  # their threads run until the process ends, and would log into other tests
+        sync._tend = sync._take_out = lambda *_: None
+    Trainer.started.clear()
 
 
 class Trainer:
+    started: ClassVar[list[fleet.FleetSync]] = []
+
     def __init__(self, folder, tmp_path, hub, urls, **settings):
         plain = {
             "model": str(folder), "save_path": tmp_path / "saved", "device": "cpu", "lr": 1e-2, "warmup_steps": 0,
@@ -48,6 +62,7 @@ class Trainer:
         }  # fmt: skip
         self.config = TrainConfig(**(plain | settings))
         self.sync = choose_sync(self.config)
+        self.started.append(self.sync)
         self.policy = build_policy(self.sync.attach(), self.config)
         self.optimizer = build_optimizer(self.policy, self.config)
 
@@ -59,10 +74,18 @@ class Trainer:
         return self.sync.publish(self.policy, version)
 
 
+def rows_of(hub):
+    return {row["url"]: row for row in httpx.get(f"{hub.url}/v1/engines").json()["engines"]}
+
+
 def table(hub):
     """{URL: (state, proved version)} as environments read it."""
-    rows = httpx.get(f"{hub.url}/v1/engines").json()["engines"]
-    return {row["url"]: (row["state"], row["proved_version"]) for row in rows}
+    return {url: (row["state"], row["proved_version"]) for url, row in rows_of(hub).items()}
+
+
+def within(seconds, work):
+    """What `work` returns or raises; a wait without an end fails the test."""
+    return in_background("work", work).result(timeout=seconds)
 
 
 def wait_for(condition, timeout_s=10.0):
@@ -98,11 +121,52 @@ def test_an_engine_with_wrong_weights_is_out_and_the_others_serve(folder, tmp_pa
         trainer.publish(0)
         bad.faults = Faults(skips="mlp.up_proj.weight")
         trainer.publish(1)
-        assert table(hub) == {good_url: ("serving", 1), bad_url: ("out", 0)}
-        (reason,) = [row["reason"] for row in httpx.get(f"{hub.url}/v1/engines").json()["engines"] if row["reason"]]
-        assert "up_proj" in reason
+        assert table(hub) == {good_url: ("serving", 1), bad_url: ("out", None)}
+        assert "up_proj" in rows_of(hub)[bad_url]["reason"]
+        bad.faults = Faults(fails_in="/reload_weights")
+        trainer.publish(2)
         bad.faults = Faults()
-        wait_for(lambda: table(hub)[bad_url] == ("serving", 1))
+        wait_for(lambda: table(hub)[bad_url] == ("serving", 2))
+        assert rows_of(hub)[bad_url]["proved_since"] == 2, "version 1 was never proved"
+        assert rows_of(hub)[good_url]["proved_since"] == 0
+
+
+def test_a_failed_version_is_not_proved_even_if_a_newer_one_follows_at_once(folder, tmp_path, hub):
+    engine = SmallEngine(folder)
+    with serving(engine) as url:
+        trainer = Trainer(folder, tmp_path, hub, [url, "http://127.0.0.1:9"])
+        trainer.publish(0)
+        engine.faults = Faults(fails_in="/reload_weights")
+        (member,) = trainer.sync._members.values()
+        with trainer.sync._lock:  # as if version 1 were published while the engine still loads version 0
+            trainer.sync._bring(member, replace(trainer.sync._published))
+            assert (member.state, member.proved_since, member.proved_version) == ("serving", None, None)
+
+
+def test_proofs_of_an_earlier_trainer_do_not_hold_for_the_next_one(folder, tmp_path, hub, monkeypatch):
+    monkeypatch.setattr(fleet, "LOADING_S", 1.0)
+    engine, seen = SmallEngine(folder), []
+    load = engine.reload_weights
+
+    def observed_load(body):
+        seen.append(list(table(hub).values()))
+        return load(body)
+
+    engine.reload_weights = observed_load
+    with serving(engine) as url:
+        urls = [url, "http://127.0.0.1:9"]
+        first = Trainer(folder, tmp_path, hub, urls)
+        for version in range(3):
+            first.publish(version)
+        assert table(hub)[url] == ("serving", 2)
+        first.sync._posts_verdicts = False  # its process ends
+        again = Trainer(folder, tmp_path, hub, urls, publish_timeout_s=1.0)
+        engine.faults = Faults(skips="mlp.up_proj.weight")
+        seen.clear()
+        with pytest.raises(SyncError, match="no engine has proved version 1"):
+            again.publish(1)
+        assert seen[0] == [("joining", None)], "before the engine loads weights that the range of versions would cover"
+        assert table(hub)[url] == ("out", None)
 
 
 def test_an_engine_that_hangs_is_out_at_the_deadline(folder, tmp_path, hub):
@@ -164,6 +228,67 @@ def test_an_engine_of_another_number_format_does_not_serve(folder, tmp_path, hub
         assert table(hub)[good_url] == ("serving", 0)
         assert table(hub)[other_url] == ("out", None)
         assert "/reload_weights" not in other.calls
+
+
+def test_training_starts_with_the_first_engine_that_fits(folder, tmp_path, hub):
+    good, other = SmallEngine(folder), SmallEngine(folder, dtype=torch.bfloat16)
+    with serving(good) as good_url, serving(other) as other_url:
+        trainer = Trainer(folder, tmp_path, hub, [other_url, good_url], dtype="float32")
+        trainer.publish(0)
+        wait_for(lambda: table(hub) == {good_url: ("serving", 0), other_url: ("out", None)})
+
+
+def test_when_no_engine_fits_the_reason_is_raised_at_the_deadline(folder, tmp_path, hub, monkeypatch):
+    monkeypatch.setattr(fleet, "LOADING_S", 2.0)
+    began = time.monotonic()
+    with serving(SmallEngine(folder, dtype=torch.bfloat16)) as url, pytest.raises(ConfigError, match="not float32"):
+        Trainer(folder, tmp_path, hub, [url, "http://127.0.0.1:9"], dtype="float32")
+    assert time.monotonic() - began > 2, "another engine may join until then"
+
+
+def test_an_engine_that_failed_once_is_asked_again_at_the_start(folder, tmp_path, hub, monkeypatch):
+    attach, times = fleet.attach_own_weights, Counter()
+
+    def attach_at_the_second_time(config, link):
+        times[link.url] += 1
+        if times[link.url] == 1:
+            raise SyncError("it was busy")
+        return attach(config, link)
+
+    monkeypatch.setattr(fleet, "attach_own_weights", attach_at_the_second_time)
+    monkeypatch.setattr(fleet, "LOADING_S", 10.0)
+    with serving(SmallEngine(folder)) as url:
+        Trainer(folder, tmp_path, hub, [url, "http://127.0.0.1:9"])
+    assert times == {url: 2}
+
+
+def test_an_engine_that_died_after_it_was_listed_does_not_delay_the_start(folder, tmp_path, hub):
+    dead = ServedEngine(engine_id="dead", url=f"http://127.0.0.1:{free_port()}", model=str(folder), dtype="float32")
+    report = msgspec.json.encode(ProcessReport(kind="engine", name="a", machine="m", pid=1, serves=dead))
+    httpx.post(f"{hub.url}/v1/reports", content=report, headers={"Content-Type": "application/json"})
+    with serving(SmallEngine(folder)) as url:
+        trainer = within(20, lambda: Trainer(folder, tmp_path, hub, [url, "http://127.0.0.1:9"]))
+        assert trainer.publish(0).version == 0
+
+
+def test_a_first_publish_without_any_engine_ends_at_the_deadline(folder, tmp_path, hub, monkeypatch):
+    with serving(SmallEngine(folder)) as url:
+        trainer = Trainer(folder, tmp_path, hub, [url, "http://127.0.0.1:9"], publish_timeout_s=1.0)
+    monkeypatch.setattr(fleet, "LOADING_S", 1.0)
+    with pytest.raises(SyncError, match=r"no engine of this run answers|ended during"):
+        within(20, lambda: trainer.publish(0))
+
+
+def test_an_engine_with_another_number_of_workers_is_out_and_that_is_said(folder, tmp_path, hub):
+    one, two = SmallEngine(folder), SmallEngine(folder, num_workers=2)
+    with serving(one) as url, ExitStack() as stack:
+        port = free_port()
+        trainer = Trainer(folder, tmp_path, hub, [url, f"http://127.0.0.1:{port}"])
+        trainer.publish(0)
+        other = stack.enter_context(serving(two, port=port))
+        wait_for(lambda: table(hub).get(other) == ("out", None))
+        assert "split over 2 GPUs, and those of the run's engines over 1" in rows_of(hub)[other]["reason"]
+        assert "/reload_weights" not in two.calls
 
 
 @pytest.mark.parametrize(
