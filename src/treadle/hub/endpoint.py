@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -109,6 +110,29 @@ def raw_json(body: bytes, status: int = 200, headers: Mapping[str, str] | None =
     return Response(body, status, dict(headers or {}), media_type="application/json")
 
 
+class SharedAnswer:
+    """A JSON answer that many clients read: made, encoded and compressed once for all calls within `max_age_s`."""
+
+    def __init__(self, make: Callable[[], Any], clock: Callable[[], float], max_age_s: float) -> None:
+        self._make = make
+        self._clock = clock
+        self._max_age_s = max_age_s
+        self._made_s = -math.inf
+        self._plain = self._packed = b""
+
+    def expire(self) -> None:
+        self._made_s = -math.inf
+
+    def response(self, request: Request) -> Response:
+        now_s = self._clock()
+        if now_s - self._made_s >= self._max_age_s:
+            self._plain, self._packed, self._made_s = msgspec.json.encode(self._make()), b"", now_s
+        if len(self._plain) < MIN_COMPRESSED_BYTES or not _takes_gzip(request.headers.get("accept-encoding", "")):
+            return raw_json(self._plain)
+        self._packed = self._packed or gzip.compress(self._plain, COMPRESS_LEVEL)
+        return raw_json(self._packed, headers={"Content-Encoding": "gzip", "Vary": "Accept-Encoding"})
+
+
 async def stored_json(format: Format, payload: bytes) -> bytes:
     """A group with Atropos' keys: stored JSON as it is, stored binary groups converted."""
     return payload if format == "json" else await asyncio.to_thread(_converted, payload)
@@ -156,6 +180,8 @@ async def answer(endpoint: Endpoint, request: Request) -> tuple[Response, str]:
 
 async def _compressed(request: Request, response: Response) -> Response:
     if isinstance(response, StreamingResponse) or len(response.body) < MIN_COMPRESSED_BYTES:
+        return response
+    if "content-encoding" in response.headers:  # of a SharedAnswer
         return response
     response.headers["vary"] = "Accept-Encoding"
     if not _takes_gzip(request.headers.get("accept-encoding", "")):

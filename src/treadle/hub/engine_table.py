@@ -45,7 +45,7 @@ class EngineTable:
     def history(self) -> EngineHistory:
         return EngineHistory(now=time.time(), changes=list(self._changes))
 
-    def rows(self, reports: Iterable[LastReport]) -> Engines:
+    def rows(self, reports: Iterable[LastReport], num_present: int = 1) -> Engines:
         """The table, ordered by name. An engine that was restarted at an address replaces the one that was there."""
         judged_s = 0.0 if self._judged_s is None else round(self._clock() - self._judged_s, 1)
         reported: dict[str, LastReport] = {}
@@ -62,7 +62,9 @@ class EngineTable:
         ]
         self._record(entries)
         return Engines(
-            engines=sorted(entries, key=lambda entry: (entry.name, entry.url)), has_trainer=self._judged_s is not None
+            engines=sorted(entries, key=lambda entry: (entry.name, entry.url)),
+            has_trainer=self._judged_s is not None,
+            num_present=num_present,
         )
 
     def _has_verdict(self, served: ServedEngine) -> bool:

@@ -26,6 +26,7 @@ from treadle.hub.endpoint import (
     TRAINER,
     Endpoint,
     Parameter,
+    SharedAnswer,
     json_answer,
     read_message,
 )
@@ -143,6 +144,7 @@ def _encode(page: Sequence[Event]) -> bytes:
 REPORT = msgspec.json.Decoder(ProcessReport, strict=False)
 VERDICTS = msgspec.json.Decoder(EngineVerdicts, strict=False)
 # Nobody reports in the name of another process: the hub reports about itself.
+TABLE_AGE_S = 0.1  # every environment reads the table of engines: calls within this time get the same one
 ROLES_OF_KIND = {"env": ENVIRONMENT, "trainer": TRAINER, "engine": ENGINE, "hub": ADMIN}
 MAX_READERS = 100  # each holds a connection: leave some for other requests
 _EVENT_ID = {"type": "integer", "minimum": 0, "maximum": 10**MAX_DIGITS - 1}
@@ -155,6 +157,7 @@ class ObserverRoutes:
         self._hub = hub
         self._event_stream = event_stream
         self._scraping = asyncio.Lock()
+        self._table = SharedAnswer(self._read_table, hub.clock, TABLE_AGE_S)
 
     def endpoints(self) -> list[Endpoint]:
         return [
@@ -209,8 +212,12 @@ class ObserverRoutes:
         own = LastReport(report=report_of("hub", "hub", ProcessFacts(), self._hub.store.waits), heard_s=0.0)
         return json_answer(Processes(processes=[own, *self._hub.process_reports.standings()]))
 
-    async def engines(self, _: Request) -> Response:
-        return json_answer(self._hub.engine_table.rows(self._hub.process_reports.standings()))
+    async def engines(self, request: Request) -> Response:
+        return self._table.response(request)
+
+    def _read_table(self) -> Engines:
+        hub = self._hub
+        return hub.engine_table.rows(hub.process_reports.engines_of_fleet(), num_present=hub.presence.num_present)
 
     async def engine_history(self, request: Request) -> Response:
         await self.engines(request)  # an engine that has fallen silent shows now
@@ -218,6 +225,7 @@ class ObserverRoutes:
 
     async def judge_engines(self, request: Request) -> Response:
         self._hub.engine_table.judge(await read_message(request, VERDICTS))
+        self._table.expire()
         return await self.engines(request)
 
     async def report(self, request: Request) -> Response:
@@ -229,7 +237,7 @@ class ObserverRoutes:
         if report.serves is not None and report.kind != "engine":
             raise Refused(403, f"a report of the kind {report.kind!r} cannot name an engine", reason="not_allowed")
         env_id = report.env_id if report.kind == "env" else None
-        if env_id is not None and any(env.env_id == env_id for env in hub.store.read(runs.read_envs)):
+        if env_id is not None and hub.presence.others_with(env_id) is not None:
             hub.presence.mark(env_id)  # busy, and not gone
         taken = hub.process_reports.take(report)
         if hub.process_reports.hub_is_blamed:

@@ -71,6 +71,12 @@ class Presence:
         """Whether any environment has called recently."""
         return any(self._clock() - seen_s <= GONE_AFTER_S for seen_s in list(self._seen_s.values()))
 
+    @property
+    def num_present(self) -> int:
+        """Environments that have called recently."""
+        now_s = self._clock()
+        return sum(now_s - seen_s <= GONE_AFTER_S for seen_s in list(self._seen_s.values()))
+
     def is_alive(self, env_id: int) -> bool:
         return self.idle_s(env_id) <= GONE_AFTER_S
 

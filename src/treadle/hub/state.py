@@ -10,7 +10,7 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -34,7 +34,8 @@ QUEUE_LIMIT_BYTES = 4 * 2**30  # of groups that wait
 SETTLE_S = 1.0
 ASKS_AGAIN_S = 5.0  # a trainer that polls for a batch does so more often than this
 FORGOTTEN_AFTER_S = 600.0  # a process without reports
-MOST_PROCESSES = 1000
+FORGET_EVERY_S = 1.0
+MOST_OF_A_KIND = 4000  # reports of processes; as many as a hub has connections
 DUMPS_APART_S = 60.0  # limits the size of the log
 MIN_ENV_WEIGHT = 0.01
 log = get_logger("hub")
@@ -51,6 +52,7 @@ class ProcessReports:
         self._to_dump: dict[_Key, str] = {}
         self._blamed: set[tuple[_Key, str]] = set()  # waits (process, what) that were acted upon
         self._dumped_s: dict[_Key, float] = {}
+        self._forgot_s = -FORGET_EVERY_S
         self.elsewhere: Sequence[LastReport] = ()  # of processes that report to another hub on the same database
         self._hub_dumped_s = -DUMPS_APART_S
         self.hub_is_blamed = ""  # why the hub should write its own stacks; the caller that writes them clears it
@@ -64,7 +66,7 @@ class ProcessReports:
             self._reports.pop(key, None)
             self._to_dump.pop(key, None)
             return ReportTaken()
-        if key not in self._reports and len(self._reports) >= MOST_PROCESSES:
+        if key not in self._reports and sum(other[0] == report.kind for other in self._reports) >= MOST_OF_A_KIND:
             return ReportTaken()  # a report that is not kept asks for no stacks: nothing would ever remove that request
         if key not in self._reports:
             self._forget_crashed(report)
@@ -95,10 +97,17 @@ class ProcessReports:
 
     def standings_here(self) -> list[LastReport]:
         self._forget_old()
+        return self._last_reports(self._reports.values())
+
+    def engines_of_fleet(self) -> list[LastReport]:
+        """Of `standings`, those of engines that take part in this run's fleet."""
+        self._forget_old()
+        here = self._last_reports(entry for entry in self._reports.values() if entry[0].serves is not None)
+        return [*here, *(last for last in self.elsewhere if last.report.serves is not None)]
+
+    def _last_reports(self, entries: Iterable[tuple[ProcessReport, float]]) -> list[LastReport]:
         now_s = self._clock()
-        return [
-            LastReport(report=report, heard_s=round(now_s - heard_s, 1)) for report, heard_s in self._reports.values()
-        ]
+        return [LastReport(report=report, heard_s=round(now_s - heard_s, 1)) for report, heard_s in entries]
 
     def clear(self) -> None:
         self._reports.clear()
@@ -120,6 +129,9 @@ class ProcessReports:
 
     def _forget_old(self) -> None:
         now_s = self._clock()
+        if now_s - self._forgot_s < FORGET_EVERY_S:
+            return
+        self._forgot_s = now_s
         for key in [key for key, (_, heard_s) in self._reports.items() if now_s - heard_s > FORGOTTEN_AFTER_S]:
             del self._reports[key]
             self._to_dump.pop(key, None)
@@ -183,6 +195,7 @@ class HubState:
     engine_table: EngineTable
     terms: LeaseTerms
     limits: Limits
+    clock: Clock
     full_weight_age: int | None  # older groups get less weight; None: all count in full, or stale ones are dropped
     # Acknowledgements of delivered batches that are not committed yet.
     settling: set[asyncio.Future[None]] = field(default_factory=set)
@@ -211,6 +224,7 @@ class HubState:
             process_reports=ProcessReports(clock),
             engine_table=EngineTable(clock),
             terms=terms,
+            clock=clock,
             limits=Limits(groups=config.queue_limit_groups, bytes=QUEUE_LIMIT_BYTES),
             full_weight_age=config.max_age if config.stale == "downweight" else None,
         )

@@ -75,6 +75,7 @@ class Engines(msgspec.Struct, frozen=True, kw_only=True):
 
     engines: list[EngineEntry]
     has_trainer: bool = False  # whether a trainer publishes to the engines of this table
+    num_present: int = 1  # environments that are alive; each reads the table less often the more of them there are
 
 
 class EngineChange(msgspec.Struct, frozen=True, kw_only=True):

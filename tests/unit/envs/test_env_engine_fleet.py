@@ -175,6 +175,24 @@ def test_a_restart_of_the_hub_does_not_cancel_requests(fleet):
     assert fleet.asked == {"a": 1, "b": 0}
 
 
+def test_many_environments_read_the_table_less_often(fleet, monkeypatch):
+    fleet.judge("a")
+    fleet.doubles["a"].write = lambda _, request: time.sleep(0.8) or ["a"] * request.n
+    monkeypatch.setattr(engine_fleet, "TABLE_READS_PER_S", 0.1)  # and there is no other environment
+
+    async def num_reads(num_present):
+        async with fleet.open() as pool:
+            await ask(pool)
+            pool._num_present, reads = num_present, []
+            monkeypatch.setattr(pool, "_fetch", lambda fetch=pool._fetch: reads.append(1) or fetch())
+            monkeypatch.setattr(pool, "_take", lambda table: None)
+            await ask(pool)
+            return len(reads)
+
+    assert asyncio.run(num_reads(0)) > 3
+    assert asyncio.run(num_reads(1)) == 0
+
+
 def test_a_conversation_stays_at_its_engine(fleet):
     fleet.judge("a")
     fleet.judge("b")

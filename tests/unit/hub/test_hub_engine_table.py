@@ -9,6 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from treadle.hub.engine_table import SILENT_AFTER_S, EngineTable
+from treadle.hub.observer_routes import TABLE_AGE_S
 from treadle.wire.engines import EngineEntry, EngineVerdict, EngineVerdicts, ServedEngine
 from treadle.wire.hub import LastReport, ProcessReport
 
@@ -80,6 +81,34 @@ def test_the_table_is_read_and_written_over_http(client: TestClient):
     )  # fmt: skip
     unknown = client.post("/v1/engines/verdicts", json={"engines": [{"engine_id": "a", "url": "u", "state": "good"}]})
     assert unknown.status_code == 422
+
+
+def test_the_table_is_made_once_for_many_readers(client: TestClient, clock, monkeypatch):
+    num_made, make = [], EngineTable.rows
+    monkeypatch.setattr(EngineTable, "rows", lambda *args, **more: num_made.append(1) or make(*args, **more))
+    engines = [{"engine_id": f"e{n}", "url": f"http://10.0.0.{n}:9001", "state": "serving"} for n in range(64)]
+    judged = client.post("/v1/engines/verdicts", json={"engines": engines})
+    answers = [client.get("/v1/engines", headers={"Accept-Encoding": sent}) for sent in ("gzip", "identity") * 5]
+    assert len(num_made) == 1
+    assert {answer.content for answer in answers} == {judged.content}
+    assert [answer.headers.get("Content-Encoding") for answer in answers[:2]] == ["gzip", None]
+    assert {answer.headers["Vary"] for answer in answers} == {"Accept-Encoding"}
+
+    client.post("/v1/engines/verdicts", json={"engines": engines[:1]})
+    assert len(client.get("/v1/engines").json()["engines"]) == 1, "verdicts show at once"
+    clock.now_s += TABLE_AGE_S
+    client.get("/v1/engines")
+    assert len(num_made) == 3
+
+
+def test_the_table_says_how_many_environments_read_it(client: TestClient, clock, calls):
+    calls.register()
+    client.get("/batch")
+    for _ in range(3):
+        client.get(f"/v1/envs/{calls.register_env()['env_id']}")
+    assert client.get("/v1/engines").json()["num_present"] == 3
+    clock.now_s += 60
+    assert client.get("/v1/engines").json()["num_present"] == 0
 
 
 def test_the_history_has_each_change_of_state_once(client: TestClient):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from treadle.hub.state import MOST_PROCESSES, ProcessReports
+import pytest
+
+from treadle.hub.state import MOST_OF_A_KIND, ProcessReports
 from treadle.watch.describe import describe_problems
 from treadle.wire.hub import ProcessReport, WaitReport
 
@@ -67,9 +69,9 @@ def test_a_trainer_that_was_started_again_replaces_the_one_that_was_killed() -> 
 
 def test_what_a_full_board_does_not_keep_is_not_blamed_either() -> None:
     process_reports = ProcessReports(FakeClock())
-    for pid in range(MOST_PROCESSES + 100):
+    for pid in range(MOST_OF_A_KIND + 100):
         process_reports.take(report("env", pid, waits=[LATE]))
-    assert len(process_reports.standings()) == len(process_reports._blamed) == MOST_PROCESSES
+    assert len(process_reports.standings()) == len(process_reports._blamed) == MOST_OF_A_KIND
 
 
 def test_what_others_are_shown_is_short_and_printable_whoever_sent_it() -> None:
@@ -122,9 +124,18 @@ def test_problems_are_described_and_normal_waits_are_not() -> None:
 
 def test_reports_cannot_fill_the_memory() -> None:
     process_reports = ProcessReports(FakeClock())
-    for pid in range(1200):
+    for pid in range(MOST_OF_A_KIND + 200):
         process_reports.take(report("env", pid))
-    assert len(process_reports.standings()) == 1000
+    assert len(process_reports.standings()) == MOST_OF_A_KIND
+
+
+def test_an_engine_is_kept_however_many_environments_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treadle.hub.state.MOST_OF_A_KIND", 3)
+    process_reports = ProcessReports(FakeClock())
+    for pid in range(5):
+        process_reports.take(report("env", pid))
+    process_reports.take(report("engine", 9))
+    assert [one.report.kind for one in process_reports.standings()] == ["env", "env", "env", "engine"]
 
 
 def test_the_hub_takes_reports_and_explains_by_them(client, calls, clock) -> None:

@@ -35,6 +35,7 @@ POLL_S = 0.1
 POLLS_PER_S = 500.0  # of all environments together: a hub answers more
 LONGEST_POLL_S = 3.0  # a hub takes an environment that is silent for 10 s to be gone
 ENGINE_LOOK_S = 1.0
+ENGINE_LOOKS_PER_S = 100.0  # at each engine, of all environments together
 PACE_LOG_S = 10.0  # shortest time between two log lines about the pace
 MAX_TRIES = 3  # of one item
 MAX_FAILURES = 12  # in a row, of any items
@@ -60,6 +61,15 @@ def poll_interval(standing: EnvState) -> float:
     return min(LONGEST_POLL_S, max(POLL_S, standing.num_present / POLLS_PER_S))
 
 
+def engine_look_interval(num_present: int) -> float:
+    """Seconds between two looks at the engines' load by one of `num_present` environments.
+
+    >>> [engine_look_interval(number) for number in (1, 100, 1000)]
+    [1.0, 1.0, 10.0]
+    """
+    return max(ENGINE_LOOK_S, num_present / ENGINE_LOOKS_PER_S)
+
+
 @dataclass
 class StreamRunner:
     """Samples and delivers items until the trainer has taken its last step."""
@@ -81,6 +91,7 @@ class StreamRunner:
     _pace_logged_at: float = -math.inf
     _group_sequences: float = 0.0  # sequences of a group, as an exponential moving average
     _poll_s: float = POLL_S
+    _look_s: float = ENGINE_LOOK_S
 
     def __post_init__(self) -> None:
         self._group_sequences = float(self.context.config.group_size)
@@ -110,7 +121,7 @@ class StreamRunner:
         if standing.batch_size and standing.step >= standing.num_steps:
             return True
         self._follow_trainer(standing)
-        self._poll_s = poll_interval(standing)
+        self._poll_s, self._look_s = poll_interval(standing), engine_look_interval(standing.num_present)
         available = room(
             standing,
             max_age=self.context.config.max_age,
@@ -269,4 +280,4 @@ class StreamRunner:
                 log.warning("engine_not_seen", problem=str(error))
             else:
                 self.limit.update(health, group_size=self.context.config.group_size, num_in_flight=len(self.in_flight))
-            await asyncio.sleep(ENGINE_LOOK_S)
+            await asyncio.sleep(self._look_s)
