@@ -26,6 +26,11 @@ class PresentEnvs:
         by_id = {env.env_id: env for env in envs}
         return cls(by_id, sum(map(_minimum, by_id.values())), sum(map(_weight, by_id.values())))
 
+    def and_also(self, env: EnvRecord) -> PresentEnvs:
+        return PresentEnvs(
+            {**self.envs, env.env_id: env}, self.total_minimum + _minimum(env), self.total_weight + _weight(env)
+        )
+
     def batch_share(self, env_id: int) -> float:
         """The share of a batch that is to come from an environment: its minimum, and of the rest what its weight gives.
 
@@ -47,9 +52,15 @@ def _weight(env: EnvRecord) -> float:
 class Presence:
     """Last call of each environment. In memory: after a restart each has a full period again."""
 
-    def __init__(self, clock: Callable[[], float], read_envs: Callable[[], list[EnvRecord]]) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        read_envs: Callable[[], list[EnvRecord]],
+        read_env: Callable[[int], EnvRecord | None],
+    ) -> None:
         self._clock = clock
         self._read_envs = read_envs
+        self._read_env = read_env
         self._since_s = clock()
         self._seen_s: dict[int, float] = {}
         self._present: PresentEnvs | None = None
@@ -83,10 +94,16 @@ class Presence:
     def others_with(self, env_id: int) -> PresentEnvs | None:
         """Those that are present, with one that asks now; None if it is not registered.
 
-        Every environment asks several times per second, so they are read again only after PRESENT_FOR_S.
+        Every environment asks several times per second, so they are read again only after PRESENT_FOR_S. One that was
+        not present is read alone: after a restart of the hub that is each of them.
         """
         present, is_new = self._present, self._clock() - self._present_at_s <= PRESENT_FOR_S
-        if present is not None and is_new and env_id in present.envs:
+        if present is not None and is_new:
+            if env_id not in present.envs:
+                env = self._read_env(env_id)
+                if env is None:
+                    return None
+                present = self._present = present.and_also(env)
             return present
         envs = self._read_envs()
         if all(env.env_id != env_id for env in envs):

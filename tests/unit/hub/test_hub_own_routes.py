@@ -12,7 +12,7 @@ import pytest
 
 from treadle.config.schema import HubConfig
 from treadle.hub.endpoint import access_of
-from treadle.hub.presence import PRESENT_FOR_S, Presence
+from treadle.hub.presence import GONE_AFTER_S, PRESENT_FOR_S, Presence
 from treadle.hub.process import app_of
 from treadle.hub.state import HubState
 from treadle.store import EnvRecord, Store, groups
@@ -326,7 +326,10 @@ def test_environments_that_ask_at_once_are_read_from_the_store_once(clock) -> No
     def shares() -> list[float]:
         return [present.batch_share(n) for n in range(3) if (present := presence.others_with(n))]
 
-    presence = Presence(clock, read_envs)
+    def read_env(env_id: int) -> EnvRecord | None:
+        return next((env for env in registered if env.env_id == env_id), None)
+
+    presence = Presence(clock, read_envs, read_env)
     assert shares() == pytest.approx([1 / 3] * 3)
     assert num_reads == 1
     assert presence.others_with(3) is None
@@ -337,3 +340,6 @@ def test_environments_that_ask_at_once_are_read_from_the_store_once(clock) -> No
     before = num_reads
     assert shares() == pytest.approx([1 / 6] * 3)
     assert num_reads == before + 1
+    clock.now_s += 2 * GONE_AFTER_S
+    assert shares() == pytest.approx([1.0, 1 / 2, 1 / 3]), "all were silent, and ask one after the other"
+    assert num_reads == before + 2
