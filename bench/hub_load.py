@@ -46,15 +46,21 @@ def group_body(num_sequences: int, num_tokens: int, seed: int = 0, env_id: int |
     return json.dumps(group).encode()
 
 
+KEEP_ALIVE_S = 3.0  # servers hang up after 5 s
+
+
 class Connection:
-    """One kept-alive HTTP/1.1 connection."""
+    """One kept-alive HTTP/1.1 connection; opened again after a pause, as our clients do."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._used_s = 0.0
 
     async def call(self, method: str, path: str, body: bytes = b"", headers: str = "") -> tuple[int, bytes]:
+        if time.monotonic() - self._used_s > KEEP_ALIVE_S:
+            self.close()
         if self._writer is None:
             self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port, limit=2**26)
         assert self._reader is not None
@@ -70,6 +76,7 @@ class Connection:
         answer = await self._reader.readexactly(int(fields.get("content-length", "0")))
         if fields.get("connection", "").lower() == "close":
             self.close()
+        self._used_s = time.monotonic()
         return status, answer
 
     def close(self) -> None:
