@@ -28,11 +28,18 @@ import uvloop
 from hub import Server, serving
 from hub_load import Connection, register
 
-from treadle.envs.engine_fleet import PROOF_POLL_S, TABLE_POLL_S, table_interval
+from treadle.envs.engine_fleet import PROOF_POLL_S
 from treadle.envs.serving.stream import poll_interval
 from treadle.sync.fleet import TEND_EVERY_S
 from treadle.watch.watchdog import REPORT_EVERY_S
-from treadle.wire.engines import Engines, EngineVerdict, EngineVerdicts, ServedEngine
+from treadle.wire.engines import (
+    TABLE_POLL_S,
+    Engines,
+    EngineVerdict,
+    EngineVerdicts,
+    ServedEngine,
+    table_interval,
+)
 from treadle.wire.groups import BINARY_TYPE, ScoredGroup, join_groups, pack_group
 from treadle.wire.hub import EnvState, ProcessReport, WaitReport
 

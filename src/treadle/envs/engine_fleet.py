@@ -26,27 +26,15 @@ from treadle.log import get_logger
 from treadle.net.access_tokens import HUB_TOKEN_VARIABLE
 from treadle.net.client import RetryPolicy
 from treadle.watch.waits import Waits
-from treadle.wire.engines import EngineEntry, Engines
+from treadle.wire.engines import TABLE_POLL_S, EngineEntry, Engines, table_interval
 from treadle.wire.generate import EngineHealth
 
 log = get_logger("env")
 
-TABLE_POLL_S = 0.5  # while requests are in flight
 PROOF_POLL_S = 0.1
-TABLE_READS_PER_S = 500.0  # of all environments together
-LONGEST_TABLE_POLL_S = 3.0
 PROOF_S = 300.0  # an answer whose version is not proved within this time is asked for elsewhere
 DISTRUST_S = 1.0  # an engine that did not answer gets no request for this time
 HUB_TIMEOUT_S = 5.0
-
-
-def table_interval(wanted_s: float, num_present: int) -> float:
-    """Seconds between two reads of the table by one of `num_present` environments.
-
-    >>> [table_interval(TABLE_POLL_S, number) for number in (1, 100, 1000)]
-    [0.5, 0.5, 2.0]
-    """
-    return max(wanted_s, min(LONGEST_TABLE_POLL_S, num_present / TABLE_READS_PER_S))
 
 
 def open_fleet(

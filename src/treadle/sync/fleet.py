@@ -48,13 +48,21 @@ from treadle.sync.protocol import (
 from treadle.sync.verify import ExpectedState, PublishVerifier
 from treadle.sync.version_files import AdapterFiles, HandedOver, VersionFiles, WeightFiles
 from treadle.wire.bridge import BridgeInfo
-from treadle.wire.engines import SILENT_AFTER_S, EngineEntry, Engines, EngineVerdict, EngineVerdicts
+from treadle.wire.engines import (
+    SILENT_AFTER_S,
+    TABLE_POLL_S,
+    EngineEntry,
+    Engines,
+    EngineVerdict,
+    EngineVerdicts,
+    table_interval,
+)
 
 TEND_EVERY_S = 1.0
 FORGET_AFTER_S = 70.0  # an engine that is not listed, and does not answer
 FIRST_RETRY_S = 2.0
 LONGEST_RETRY_S = 60.0
-TABLE_AGE_S = 2.0  # environments with requests in flight have read the table again after this time
+TABLE_READ_S = 1.5  # environments with requests in flight have read the table this long after it was due
 POLL_S = 0.05
 _HUB_TIMEOUT_S = 5.0
 _ROUTE = "/v1/engines"
@@ -449,9 +457,10 @@ class FleetSync:
         versions that they cover may be published again."""
         began = awake_s()
         self._posts_verdicts = True
-        while self._post_verdicts() is None and awake_s() - began < self._config.publish_deadline_s:
+        while (table := self._post_verdicts()) is None and awake_s() - began < self._config.publish_deadline_s:
             time.sleep(TEND_EVERY_S)
-        time.sleep(TABLE_AGE_S)
+        num_present = 1 if table is None else table.num_present
+        time.sleep(TABLE_READ_S + table_interval(TABLE_POLL_S, num_present))
 
     def _post_verdicts(self) -> Engines | None:
         """The table, with what this trainer knows. Before its first publish those of an earlier one stand."""

@@ -14,6 +14,10 @@ import msgspec
 
 MAX_ENGINES = 4096
 SILENT_AFTER_S = 7.0  # without a report; engines report every two seconds
+# Environments with requests in flight read the table this often; with many of them less often.
+TABLE_POLL_S = 0.5
+TABLE_READS_PER_S = 500.0  # of all environments together
+LONGEST_TABLE_POLL_S = 3.0
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 EngineId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 # joining: it has not proved the present weights; silent: no report for some seconds; out: see `reason`.
@@ -93,3 +97,12 @@ class EngineHistory(msgspec.Struct, frozen=True, kw_only=True):
 
     now: float
     changes: list[EngineChange]
+
+
+def table_interval(wanted_s: float, num_present: int) -> float:
+    """Seconds between two reads of the table by one of `num_present` environments.
+
+    >>> [table_interval(TABLE_POLL_S, number) for number in (1, 100, 1000)]
+    [0.5, 0.5, 2.0]
+    """
+    return max(wanted_s, min(LONGEST_TABLE_POLL_S, num_present / TABLE_READS_PER_S))

@@ -178,7 +178,7 @@ def test_a_restart_of_the_hub_does_not_cancel_requests(fleet):
 def test_many_environments_read_the_table_less_often(fleet, monkeypatch):
     fleet.judge("a")
     fleet.doubles["a"].write = lambda _, request: time.sleep(0.8) or ["a"] * request.n
-    monkeypatch.setattr(engine_fleet, "TABLE_READS_PER_S", 0.1)  # and there is no other environment
+    monkeypatch.setattr("treadle.wire.engines.TABLE_READS_PER_S", 0.1)  # and there is no other environment
 
     async def num_reads(num_present):
         async with fleet.open() as pool:

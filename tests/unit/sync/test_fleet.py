@@ -45,7 +45,8 @@ def hub(tmp_path):
 def quick(monkeypatch):
     monkeypatch.setattr(fleet, "TEND_EVERY_S", 0.05)
     monkeypatch.setattr(fleet, "FIRST_RETRY_S", 0.05)
-    monkeypatch.setattr(fleet, "TABLE_AGE_S", 0.0)
+    monkeypatch.setattr(fleet, "TABLE_READ_S", 0.0)
+    monkeypatch.setattr(fleet, "table_interval", lambda *_: 0.0)
     yield
     for sync in Trainer.started:  # their threads run until the process ends, and would log into other tests
         sync._tend = sync._take_out = lambda *_: None
