@@ -9,6 +9,7 @@ here so that torch is imported once. Each rank leaves stderr-N.txt and exit-N.tx
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import re
@@ -265,7 +266,10 @@ def run_rank(run, rank, port):
 def main(runs_file):
     torch.set_num_threads(1)
     waited_for, silent = {}, []
-    for run in json.loads(Path(runs_file).read_text()):
+    runs = json.loads(Path(runs_file).read_text())
+    if any(job.get("settings", {}).get("lora") for run in runs for job in run["jobs"]):
+        importlib.import_module("peft")  # once, not in each rank
+    for run in runs:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
