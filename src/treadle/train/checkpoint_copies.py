@@ -4,10 +4,10 @@
     URL/step_25/trainer.json            last: a checkpoint without its manifest was not copied completely
     URL/final_model/...                 config.json last
 
-A trainer that starts on a machine without checkpoints, or with older ones, gets the newest copy. Its hashes are checked
-like those of any checkpoint. Credentials come from the environment, as of the store's own tools: AWS_ACCESS_KEY_ID,
-GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME and so on; AWS_ENDPOINT_URL for other S3 servers. This module
-needs the extra `object-store`.
+A trainer that starts on a machine without checkpoints, or with older or damaged ones, gets the newest whole copy, and a
+checkpoint whose copy was interrupted is copied again. Credentials come from the environment, as of the store's own
+tools: AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME and so on; AWS_ENDPOINT_URL for
+other S3 servers. This module needs the extra `object-store`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,35 @@ import obstore
 from obstore.store import LocalStore, ObjectStore, from_url
 
 from treadle.config import TrainConfig
-from treadle.errors import ConfigError, TrainingError
+from treadle.errors import ConfigError, DiskFull, TrainingError
 from treadle.log import get_logger
+from treadle.train.checkpoint import CheckpointDamaged, verify
 from treadle.train.model_files import ADAPTER, FULL, FolderKind, write_folder
+from treadle.train.ranks import ALONE, Ranks
 
 log = get_logger("checkpoint")
 
 LAST_FILES = ("config.json", "adapter_config.json", "trainer.json")  # in this order, after all others
 READ_BYTES = 16 << 20
 PROGRESS_S = 15.0  # between two log lines of a long copy
+AFTER_ERROR_S = 60.0  # for copies that have begun, before a run ends with its error
 ENDED = None
 
 
 @contextmanager
-def copied_checkpoints(config: TrainConfig) -> Iterator[CheckpointCopies]:
-    """Get the newest copy first, and wait for the last ones at the end."""
+def copied_checkpoints(config: TrainConfig, ranks: Ranks = ALONE) -> Iterator[CheckpointCopies | None]:
+    """Get the newest copy first, and wait for the last ones at the end. Rank 0 does both; None on the others."""
+    copies = ranks.lead("fetching a checkpoint", lambda: _start_copies(config))
+    try:
+        yield copies
+    except Exception:
+        if copies is not None:
+            copies.stop(AFTER_ERROR_S)
+        raise
+    ranks.lead("copying checkpoints", copies.finish if copies is not None else lambda: None)
+
+
+def _start_copies(config: TrainConfig) -> CheckpointCopies:
     url = config.checkpoint_url
     try:
         store = (
@@ -54,9 +68,8 @@ def copied_checkpoints(config: TrainConfig) -> Iterator[CheckpointCopies]:
             f"checkpoints cannot be copied to {url}: {_first_line(error)}",
             fix="check the URL and the credentials in the environment, or leave --train.checkpoint-url out",
         ) from error
-    copies.fetch_newest(config.save_path, ADAPTER if config.lora else FULL)
-    yield copies
-    copies.finish()
+    copies.match_newest(config.save_path, ADAPTER if config.lora else FULL)
+    return copies
 
 
 class CheckpointCopies:
@@ -86,23 +99,61 @@ class CheckpointCopies:
 
     def finish(self) -> None:
         """Raises TrainingError if the newest checkpoint or the final model could not be copied."""
-        if self._thread is not None:
-            self._waiting.put(ENDED)
-            self._thread.join()
-            self._thread = None
+        self.stop()
         if self._failed:
             problems = "; ".join(f"{name}: {problem}" for name, problem in self._failed.items())
             raise TrainingError(
                 f"not everything was copied to {self._url}: {problems}", fix="copy the folders of the run by hand"
             )
 
-    def fetch_newest(self, root: Path, kind: FolderKind) -> None:
-        """Get the newest complete copy into `root`, if it is newer than the newest checkpoint there."""
+    def stop(self, limit_s: float | None = None) -> None:
+        """Wait for the copies, for at most `limit_s`."""
+        if self._thread is None:
+            return
+        self._waiting.put(ENDED)
+        self._thread.join(limit_s)
+        if self._thread.is_alive():
+            log.warning("checkpoint_not_copied", url=self._url, reason=f"not done {limit_s:g} s after the error")
+        self._thread = None
+
+    def match_newest(self, root: Path, kind: FolderKind) -> None:
+        """Make the newest whole checkpoint the same in `root` and in the store: a newer copy is fetched, a newer folder
+        is copied. What is damaged, here or there, is skipped."""
         here = steps_of((folder.name for folder in root.glob(f"{kind.prefix}*")), kind.prefix)
         there = self._complete_steps(kind.prefix)
-        if not there or (here and here[-1] >= there[-1]):
-            return
-        name, started = f"{kind.prefix}{there[-1]}", time.monotonic()
+        damaged: list[str] = []
+
+        def skip(place: str, reason: CheckpointDamaged) -> None:
+            damaged.append(f"{place} ({reason})")
+            log.warning("checkpoint_damaged", folder=place, reason=str(reason))
+
+        for step in sorted({*here, *there}, reverse=True):
+            folder = root / f"{kind.prefix}{step}"
+            if step in here:
+                try:
+                    verify(folder, step)
+                except CheckpointDamaged as reason:
+                    skip(str(folder), reason)
+                else:
+                    if step not in there:  # the copy was interrupted
+                        self.add(folder)
+                    return
+            if step in there:
+                try:
+                    self._fetch(root, folder.name, step)
+                except CheckpointDamaged as reason:
+                    skip(f"{self._url}/{folder.name}", reason)
+                else:
+                    return
+        if there:
+            raise TrainingError(
+                f"no checkpoint is whole: {', '.join(damaged)}",
+                fix="put back a copy of one of them, or delete them to start a fresh run",
+            )
+
+    def _fetch(self, root: Path, name: str, step: int) -> None:
+        """Raises CheckpointDamaged, and leaves `root` as it was, if the copy is not whole."""
+        started = time.monotonic()
         root.mkdir(parents=True, exist_ok=True)
         log.info("fetching_checkpoint", checkpoint=name, url=self._url)
 
@@ -111,9 +162,12 @@ class CheckpointCopies:
                 with (folder / path.rpartition("/")[2]).open("wb") as file:
                     for chunk in obstore.get(self._store, path).stream(min_chunk_size=READ_BYTES):
                         file.write(chunk)
+            verify(folder, step)
 
         try:
             folder = write_folder(root, name, fill)
+        except (CheckpointDamaged, DiskFull):
+            raise
         except Exception as error:
             raise TrainingError(
                 f"{self._url}/{name} cannot be read: {_first_line(error)}",
@@ -126,10 +180,12 @@ class CheckpointCopies:
             kind = folder.name.rstrip("0123456789")
             try:
                 self._copy(folder)
-                self._remove_old(kind)
-            except FileNotFoundError:
-                log.warning("checkpoint_not_copied", folder=str(folder), reason="a newer one has replaced it")
+                if step := folder.name.removeprefix(kind):
+                    self._remove_others(kind, int(step))
             except Exception as error:
+                if isinstance(error, FileNotFoundError) and not folder.exists():  # a store's 404 is one too
+                    log.warning("checkpoint_not_copied", folder=str(folder), reason="a newer one has replaced it")
+                    continue
                 log.error("checkpoint_not_copied", folder=str(folder), url=self._url, reason=_first_line(error))
                 self._failed[kind] = _first_line(error)
             else:
@@ -150,12 +206,14 @@ class CheckpointCopies:
         self._delete([path for path in self._files(folder.name) if path not in names])
         log.info("copied", folder=folder.name, url=self._url, gb=total / 1e9, seconds=time.monotonic() - started)
 
-    def _remove_old(self, prefix: str) -> None:
-        """Copies that are not complete count as old: their checkpoint was removed before its copy had ended."""
-        kept = self._complete_steps(prefix)[-self._keep :]
-        for step in self._list_steps(prefix):
-            if kept and step < kept[-1] and step not in kept:
-                name = f"{prefix}{step}"
+    def _remove_others(self, prefix: str, step: int) -> None:
+        """Keep the newest complete copies up to `step`, which was just copied. Later ones are of a run that was taken
+        back to an earlier step: as in the folder of the run, they must not be found again. Copies that are not complete
+        count as old: their checkpoint was removed before its copy had ended."""
+        kept = [s for s in self._complete_steps(prefix) if s <= step][-self._keep :]
+        for other in self._list_steps(prefix):
+            if other not in kept:
+                name = f"{prefix}{other}"
                 self._delete([f"{name}/{LAST_FILES[-1]}"])  # first: from now on it is not complete
                 self._delete(self._files(name))
 

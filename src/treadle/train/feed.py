@@ -39,8 +39,6 @@ ANSWER_S = 20.0  # then the request is repeated
 START_HUB = "start it with `treadle hub`, or name another with --hub-url"
 ONE_TRAINER = "let one trainer at a time work on a hub: stop the other one, and continue with --resume"
 DONE, WAITING, STOPPED = b"d", b"w", b"s"  # first byte of rank 0's messages about the feed
-HEARTBEAT_S = 10.0  # while rank 0 waits, it sends a message this often, and notices a lost rank
-HEARTBEATS_PER_TIMEOUT = 4  # at least
 PHASE = "waiting for a batch"
 
 
@@ -242,7 +240,6 @@ class SharedFeed:
         self._hub = open_hub(self._check) if ranks.leads else None
         self._is_waiting = False
         self._last_heartbeat = 0.0
-        self._heartbeat_s = min(HEARTBEAT_S, ranks.timeout_s / HEARTBEATS_PER_TIMEOUT)
 
     def register(self, registration: RegisterTrainer) -> None:
         if self._hub is not None:
@@ -289,6 +286,6 @@ class SharedFeed:
 
     def _check(self) -> None:
         self._check_stop()
-        if self._is_waiting and time.monotonic() - self._last_heartbeat > self._heartbeat_s:
+        if self._is_waiting and time.monotonic() - self._last_heartbeat > self._ranks.heartbeat_s:
             self._ranks.broadcast(PHASE, WAITING)
             self._last_heartbeat = time.monotonic()

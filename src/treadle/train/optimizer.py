@@ -34,6 +34,7 @@ PIECE_BYTES = 256 << 20  # fp32 copies of low-precision accumulators that exist 
 MAX_SKIPPED_IN_A_ROW = 5
 NUM_THRESHOLDS = 65_536  # of rounding: bf16 lacks 16 bits of fp32. A weight's depends on its index modulo this.
 THRESHOLD_STEP = 40_503  # odd and near the golden ratio: all values occur, and those of neighbours differ widely
+NAN_BITS = 0x7FC0  # of bf16
 ROUNDED_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}  # multiples of NUM_THRESHOLDS
 COUNTERS = ("num_skipped", "num_skipped_in_a_row")
 Adder = Callable[[Tensor, Tensor], object]
@@ -175,19 +176,33 @@ def write_rounded(target: Tensor, values: Tensor, first: int = 0) -> None:
         target.copy_(values)
         return
     rounded = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
-    numbers, bits = rounded.view(torch.int16).view(-1), values.contiguous().view(torch.int32).view(-1)
+    numbers, flat = rounded.view(torch.int16).view(-1), values.contiguous().view(-1)
     piece = ROUNDED_AT_ONCE["cuda" if values.is_cuda else "cpu"]
-    thresholds = _thresholds(first % NUM_THRESHOLDS, min(piece, len(bits)), values.device)
-    for start in range(0, len(bits), piece):
-        part = bits[start : start + piece]
-        numbers[start : start + piece] = (part + thresholds[: len(part)]) >> 16
+    thresholds = _thresholds(values.device)[first % NUM_THRESHOLDS :][:NUM_THRESHOLDS]
+    for start in range(0, len(numbers), piece):
+        _round_piece(numbers[start : start + piece], flat[start : start + piece], thresholds)
     if rounded is not target:
         target.copy_(rounded)
 
 
-@lru_cache(maxsize=4)
-def _thresholds(first: int, length: int, device: torch.device) -> Tensor:
-    indices = torch.arange(first, first + length, dtype=torch.int64, device=device)
+def _round_piece(numbers: Tensor, values: Tensor, thresholds: Tensor) -> None:
+    """Write the upper halves of `values` plus thresholds into `numbers`, the bits of bf16. A NaN stays one."""
+    bits, num_periods = values.view(torch.int32), len(values) // NUM_THRESHOLDS
+    end = num_periods * NUM_THRESHOLDS
+    if num_periods:
+        periods = bits[:end].view(num_periods, NUM_THRESHOLDS) + thresholds
+        numbers[:end].view(num_periods, NUM_THRESHOLDS).copy_(periods.bitwise_right_shift_(16))
+    if end < len(bits):
+        numbers[end:] = (bits[end:] + thresholds[: len(bits) - end]).bitwise_right_shift_(16)
+    # The sum of a NaN's bits overflows, into 0 or infinity. On a GPU, to wait for the check costs more than to fill.
+    if values.is_cuda or values.sum().isnan():
+        numbers.masked_fill_(values.isnan(), NAN_BITS)
+
+
+@lru_cache(maxsize=8)
+def _thresholds(device: torch.device) -> Tensor:
+    """The thresholds of two periods, so that a whole one begins at any index of the first."""
+    indices = torch.arange(2 * NUM_THRESHOLDS, dtype=torch.int64, device=device)
     return (indices * THRESHOLD_STEP % NUM_THRESHOLDS).int()
 
 

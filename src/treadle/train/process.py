@@ -132,7 +132,7 @@ def run_trainer(config: TrainConfig) -> None:
     progress = TrainerProgress(mode, stop.check)
     with Watchdog("trainer", name, waits, config.hub_url, progress.about):
         try:
-            with _copied_checkpoints(config) if ranks.leads and config.checkpoint_url else nullcontext() as copies:
+            with _copied_checkpoints(config, ranks) if config.checkpoint_url else nullcontext() as copies:
                 _train(config, ranks, mode, waits, stop, progress, copies)
         except RuntimeError as error:
             if (out_of_memory := out_of_memory_error(error, config)) is not None:
@@ -156,13 +156,13 @@ def out_of_memory_error(error: RuntimeError, config: TrainConfig) -> OutOfMemory
     )
 
 
-def _copied_checkpoints(config: TrainConfig) -> AbstractContextManager[CheckpointCopies]:
+def _copied_checkpoints(config: TrainConfig, ranks: Ranks) -> AbstractContextManager[CheckpointCopies | None]:
     try:
         from treadle.train.checkpoint_copies import copied_checkpoints
     except ImportError as error:
         problem = "--train.checkpoint-url needs obstore, which is not installed"
         raise MissingExtra(problem, fix="pip install 'treadle[object-store]'") from error
-    return copied_checkpoints(config)
+    return copied_checkpoints(config, ranks)
 
 
 def _train(

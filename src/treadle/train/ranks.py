@@ -12,11 +12,13 @@ import logging
 import math
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 import psutil  # type: ignore[import-untyped]
@@ -32,10 +34,13 @@ from treadle.train.stop import StopRequested
 
 log = get_logger("ranks")
 
+HEARTBEAT_S = 10.0  # while the others wait for rank 0, it sends a message this often, and notices a lost rank
+HEARTBEATS_PER_TIMEOUT = 4  # at least
 ENDING_S = 2.0  # until a process whose connections closed has ended
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Variables of Atropos' weight broadcast. torchrun sets MASTER_* too, together with WORLD_SIZE.
 BROADCAST_VARIABLES = ("NUM_INFERENCE_NODES", "MASTER_ADDR", "MASTER_PORT")
+T = TypeVar("T")
 USE_TORCHRUN = "start the trainer with torchrun --nproc-per-node N -m treadle train ..."
 
 
@@ -77,6 +82,7 @@ class Ranks:
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
+        self.heartbeat_s = min(HEARTBEAT_S, timeout_s / HEARTBEATS_PER_TIMEOUT)
         self.leads = rank == 0  # it talks to hub, engine and trackers, and writes the model
         self._processes: list[tuple[str, int]] = []  # (host, pid) by rank
 
@@ -134,6 +140,30 @@ class Ranks:
             if content:
                 dist.broadcast(torch.frombuffer(content, dtype=torch.uint8), src=0)
         return bytes(content)
+
+    def lead(self, phase: str, act: Callable[[], T]) -> T | None:
+        """`act` on rank 0, while the others wait for it: it may take longer than `timeout_s`. Returns its result on
+        rank 0, None on the others."""
+        if self.size == 1:
+            return act()
+        if not self.leads:
+            while self.broadcast(phase) != b"done":
+                pass
+            return None
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(act())
+            except BaseException as error:
+                result.set_exception(error)
+
+        threading.Thread(target=run, name=phase, daemon=True).start()
+        while not wait([result], timeout=self.heartbeat_s).done:
+            self.broadcast(phase, b"waiting")
+        outcome = result.result()  # an error ends this rank, which ends the others
+        self.broadcast(phase, b"done")
+        return outcome
 
     def gather(self, phase: str, message: bytes) -> list[bytes]:
         """The messages of all ranks in order, on every rank."""

@@ -9,6 +9,7 @@ here so that torch is imported once. Each rank leaves stderr-N.txt and exit-N.tx
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from treadle.config import TrainConfig
 from treadle.errors import TreadleError
 from treadle.sync.modes import OfflineSync
 from treadle.train.checkpoint import Checkpoints
+from treadle.train.checkpoint_copies import CheckpointCopies, copied_checkpoints
 from treadle.train.feed import open_feed
 from treadle.train.loop import FROM_THE_START, FrozenLogprobs, accumulate_gradients, train
 from treadle.train.optimizers import build_optimizer
@@ -209,8 +211,26 @@ def exchange(ranks):
     return {
         "gathered": [m.decode() for m in ranks.gather("a test", b"x" * ranks.rank)],
         "broadcast": [ranks.broadcast("a test", message * ranks.leads).decode() for message in (b"hello", b"")],
+        "led": ranks.lead("a test", lambda: ranks.rank + 1),
         "numbers": [ranks.reduce(ranks.rank + 1.0, "sum"), ranks.reduce(ranks.rank, "max")],
     }
+
+
+def copy_slowly(run, ranks):
+    """Fetch and copy checkpoints, each for longer than other ranks wait for a collective operation."""
+    config = TrainConfig(save_path=Path(run["folder"]), checkpoint_url=f"file://{run['folder']}/copies")
+
+    def slow(act):
+        def act_slowly(*args):
+            time.sleep(1.25 * ranks.timeout_s)
+            return act(*args)
+
+        return act_slowly
+
+    CheckpointCopies.match_newest = slow(CheckpointCopies.match_newest)
+    CheckpointCopies.finish = slow(CheckpointCopies.finish)
+    with copied_checkpoints(config, ranks) as copies:
+        assert (copies is not None) == ranks.leads
 
 
 def run_rank(run, rank, port):
@@ -228,6 +248,8 @@ def run_rank(run, rank, port):
         ranks = join_ranks(TrainConfig(device=device, ranks_timeout_s=run["timeout_s"], **own))
         for job in run["jobs"]:
             run_job(job, ranks)
+        if run.get("copies_slowly"):
+            copy_slowly(run, ranks)
         Path(run["folder"], f"exchanged-{rank}.json").write_text(json.dumps(exchange(ranks)))
         ranks.close()
     except TreadleError as error:
@@ -244,7 +266,10 @@ def run_rank(run, rank, port):
 def main(runs_file):
     torch.set_num_threads(1)
     waited_for, silent = {}, []
-    for run in json.loads(Path(runs_file).read_text()):
+    runs = json.loads(Path(runs_file).read_text())
+    if any(job.get("settings", {}).get("lora") for run in runs for job in run["jobs"]):
+        importlib.import_module("peft")  # once, not in each rank
+    for run in runs:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

@@ -11,7 +11,7 @@ from treadle.config import TrainConfig
 from treadle.errors import ConfigError, TrainingError
 from treadle.train import optimizer as optimizer_module
 from treadle.train.adamw_8bit import BLOCK, QuantizedMoment, round_stochastically
-from treadle.train.optimizer import Gradients, learning_rate
+from treadle.train.optimizer import NUM_THRESHOLDS, THRESHOLD_STEP, Gradients, learning_rate, write_rounded
 from treadle.train.optimizers import OPTIMIZERS, Adafactor, build_optimizer
 
 NAMES = [pytest.param(name, marks=NEEDS_BF16) if name == "muon" else name for name in OPTIMIZERS]
@@ -267,6 +267,42 @@ class TestEightBit:
         policy.backward(gradients_of(policy, 2))
         with pytest.raises(RuntimeError, match="was not published"):
             optimizer.step(2)
+
+
+class TestRounding:
+    @pytest.mark.parametrize("first", [0, 7, NUM_THRESHOLDS - 1, 3 * NUM_THRESHOLDS + 5])
+    @pytest.mark.parametrize("shape", [(5,), (NUM_THRESHOLDS,), (3, NUM_THRESHOLDS + 1), (3, 400_000)])
+    def test_a_value_is_rounded_at_the_threshold_of_its_place(self, shape, first):
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        rounded = torch.empty(shape, dtype=torch.bfloat16)
+        write_rounded(rounded, values, first)
+        bits = values.view(torch.int32).view(-1).long() & 0xFFFFFFFF
+        places = torch.arange(first, first + len(bits))
+        wanted = bits + places * THRESHOLD_STEP % NUM_THRESHOLDS >> 16
+        assert torch.equal(rounded.view(torch.int16).view(-1).long() & 0xFFFF, wanted)
+
+    @pytest.mark.parametrize("bits", [0x7F800001, 0x7FC00000, 0x7FFFFFFF, -0x7FFFFF, -0x400000, -1])
+    def test_a_nan_stays_one_in_every_place(self, bits):
+        """Added to a threshold, its bits may overflow into those of zero or of infinity."""
+        values = torch.full((NUM_THRESHOLDS + 3,), bits, dtype=torch.int32).view(torch.float32)
+        rounded = torch.zeros(len(values), dtype=torch.bfloat16)
+        write_rounded(rounded, values)
+        assert rounded.isnan().all()
+
+    def test_infinities_are_kept_beside_a_nan(self):
+        values = torch.tensor([math.inf, -math.inf, math.nan, 1.0])
+        rounded = torch.zeros(4, dtype=torch.bfloat16)
+        write_rounded(rounded, values)
+        assert rounded.tolist() == [math.inf, -math.inf, pytest.approx(math.nan, nan_ok=True), 1.0]
+
+    def test_thresholds_are_made_once_for_all_shapes(self):
+        for first in (0, 9):
+            for length in range(1, 7):
+                write_rounded(torch.empty(length, dtype=torch.bfloat16), torch.ones(length), first)
+        before = optimizer_module._thresholds.cache_info().misses
+        for length in range(1, 7):
+            write_rounded(torch.empty(length, dtype=torch.bfloat16), torch.ones(length))
+        assert optimizer_module._thresholds.cache_info().misses == before
 
 
 class TestGradients:

@@ -77,7 +77,7 @@ def run_ranks(*runs, device="cpu", variables=None):
         described.append(
             {
                 "ranks": num_ranks, "folder": str(folder), "timeout_s": timeout_s, "jobs": jobs, "silent": silent,
-                "device": device, "is_odd": folder.name == "odd",
+                "device": device, "is_odd": folder.name == "odd", "copies_slowly": folder.name == "slow",
             }
         )  # fmt: skip
     runs_file = runs[0][1] / "runs.json"
@@ -359,6 +359,8 @@ def test_several_ranks_go_on_from_the_checkpoint_of_one(results, num_ranks):
 
 
 def test_a_lost_rank_ends_the_others_with_a_sentence(model, tmp_path):
+    """And a rank 0 that fetches and copies checkpoints for longer than the timeout does not."""
+
     def job(kind):
         return {
             "model": str(model), "out": str(tmp_path / kind / "out"), "steps": 3, "batches": "alive",
@@ -369,9 +371,10 @@ def test_a_lost_rank_ends_the_others_with_a_sentence(model, tmp_path):
         (3, tmp_path / "killed", 100.0, [job("killed")]),
         (2, tmp_path / "silent", 3.0, [job("silent")]),
         (2, tmp_path / "odd", 10.0, []),
+        (2, tmp_path / "slow", 4.0, []),
     )
     started = time.monotonic()
-    assert run_ranks(*runs) == [{0: 1, 1: -9, 2: 1}, {0: 1}, {0: 1, 1: 1}]
+    assert run_ranks(*runs) == [{0: 1, 1: -9, 2: 1}, {0: 1}, {0: 1, 1: 1}, {0: 0, 1: 0}]
     assert time.monotonic() - started < 60  # the connections of a killed rank close: nobody waits for the timeout
     for kind, rank, size in (("killed", 0, 3), ("killed", 2, 3), ("silent", 0, 2)):
         output = (tmp_path / kind / f"stderr-{rank}.txt").read_text()
@@ -389,6 +392,7 @@ def test_collective_operations_give_the_same_result_on_each_rank(results, num_ra
     for rank in exchanged:
         assert rank["gathered"] == ["", "x", "xx", "xxx"][:num_ranks]
         assert rank["broadcast"] == ["hello", ""]
+        assert rank["led"] == (1 if rank is exchanged[0] else None)
         assert rank["numbers"] == [{2: 3.0, 3: 6.0, 4: 10.0}[num_ranks], num_ranks - 1]
 
 
