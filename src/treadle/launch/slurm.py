@@ -35,6 +35,7 @@ _ANSWER_S = 60.0
 _ANY_PORT = 9
 # srun would take them for flags of the step, which has all processors of its machine unless it is given a number.
 _OF_THE_JOB = ("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE")
+_WRITE_PID = 'echo $$ > "$0"; exec "$@"'  # of a shell in whose place the process runs, so it has the same
 _SIGNALLED = 128  # srun's exit code for a task that ended by signal N is 128 + N
 
 
@@ -203,17 +204,27 @@ class StepProcess:
     is killed, srun gets SIGTERM from the kernel (setpriv), and ends the step."""
 
     pid = None
-    reported_pid = None
 
     def __init__(self, spec: ProcessSpec, machine: str) -> None:
         self._name = spec.name
+        self._pid_file = spec.log_path.with_suffix(".pid")
+        self._pid_file.unlink(missing_ok=True)
         srun = (
             "srun", "--quiet", f"--job-name={spec.name}", "--overlap", "--nodes=1", "--ntasks=1",
             f"--nodelist={machine}", "--mem=0", "--kill-on-bad-exit=0",
         )  # fmt: skip
         inherited = {name: value for name, value in spec.env.items() if name not in _OF_THE_JOB}
         env = {**inherited, PARENT_VARIABLE: PARENT_ELSEWHERE}
-        self._srun = LocalProcess(("setpriv", "--pdeathsig", "TERM", *srun, *spec.argv), env, spec.log_path)
+        command = ("sh", "-c", _WRITE_PID, str(self._pid_file), *spec.argv)
+        self._srun = LocalProcess(("setpriv", "--pdeathsig", "TERM", *srun, *command), env, spec.log_path)
+
+    @property
+    def reported_pid(self) -> int | None:
+        try:
+            text = self._pid_file.read_text()
+        except OSError:  # the step has not begun
+            return None
+        return int(text) if text.endswith("\n") else None
 
     def poll(self) -> int | None:
         code = self._srun.poll()
@@ -227,6 +238,7 @@ class StepProcess:
         if self.poll() is None:
             self._signal_step("KILL")
             self._srun.kill()
+        self._pid_file.unlink(missing_ok=True)
 
     def _signal_step(self, name: str) -> bool:
         """Whether there is a step. What fails here is seen by the supervisor: the process runs on, and is killed."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from treadle.config import load_run
 from treadle.errors import ConfigError, UserError
 from treadle.launch.job import run_places
 from treadle.launch.machines import Machine
-from treadle.launch.slurm import batch_file, parse_machines, submit, with_reachable_address
+from treadle.launch.slurm import StepProcess, batch_file, parse_machines, submit, with_reachable_address
 from treadle.launch.submission import refuse_secrets, words_inside
 
 NODES = """\
@@ -165,6 +167,35 @@ def test_settings_that_cannot_be_are_refused_before_submission(capsys) -> None:
         main(["run", "--on", "slurm", "--cluster.nodes", "3", "--train.ranks", "3"])
     assert ended.value.code == 2
     assert "cannot be distributed evenly" in capsys.readouterr().err
+
+
+FAKE_SRUN = """#!/bin/sh
+while [ "${1#--}" != "$1" ]; do shift; done
+exec "$@"
+"""
+
+
+def test_a_step_has_the_pid_by_which_its_process_reports(
+    make_spec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text(FAKE_SRUN)
+    srun.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    spec = make_spec("trainer", "import os, time; print('pid', os.getpid(), 'end'); time.sleep(60)")
+    spec.log_path.parent.mkdir()
+    step = StepProcess(spec, "n1")
+    try:
+        deadline = time.monotonic() + 20
+        while "end" not in spec.log_path.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert step.reported_pid == int(spec.log_path.read_text().split()[1])
+    finally:
+        step.kill()
+    assert step.reported_pid is None
+    assert [file.name for file in spec.log_path.parent.iterdir()] == ["trainer.log"]
 
 
 def test_a_machine_without_sbatch_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
