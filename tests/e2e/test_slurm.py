@@ -96,6 +96,8 @@ def slurm(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, 
             yield variables
         finally:
             called("scancel", "--full", "--user=root", env=variables)
+            with suppress(AssertionError):  # else the step daemons of a failed test stay
+                until(lambda: called("squeue", "--noheader", env=variables) == "", "without jobs", 60)
             for daemon in reversed(daemons):
                 daemon.terminate()
             for daemon in daemons:
