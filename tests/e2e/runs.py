@@ -54,3 +54,9 @@ def newest_run(output: Path) -> Path:
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def values_by_step(run: Path) -> dict[int, tuple[float, ...]]:
+    """What training computed; a step that was taken again after a restart counts once."""
+    names = ("loss", "reward", "grad_norm")
+    return {row["step"]: tuple(row.get(name, 0.0) for name in names) for row in metrics_of(run) if "step" in row}

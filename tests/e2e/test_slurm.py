@@ -10,14 +10,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.e2e.processes import environment, free_port, last_lines
-from tests.e2e.runs import TINY_RUN, metrics_of, newest_run
+from tests.e2e.runs import TINY_RUN, metrics_of, newest_run, values_by_step
 from tests.tiny_model import write_tiny_model
+from treadle.net.address import address_towards
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 MISSING = [program for program in PROGRAMS if shutil.which(program) is None]
@@ -48,9 +50,12 @@ SelectTypeParameters=CR_Core
 MpiDefault=none
 KillWait=5
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cores}
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cores}
+NodeName=n2 NodeHostname={host} NodeAddr={address} Port={ports[2]} CPUs={cores}
 PartitionName=main Nodes=ALL Default=YES State=UP
 """
+LOOPBACK = OUTSIDE = "127.0.0.1"
+with suppress(OSError):  # there is no network
+    OUTSIDE = address_towards("192.0.2.1", 9)  # nothing is sent
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = 180) -> None:
@@ -61,8 +66,9 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 180) -> Non
 
 
 @pytest.fixture
-def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A cluster of two nodes; the variables by which its commands find it."""
+def slurm(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
+    """A cluster of two nodes; the variables by which its commands find it. The parameter is the address of the second
+    node; that of the first is always loopback, as with Debian's /etc/hosts."""
     folder = tmp_path / "slurm"
     for name in ("n1", "n2"):
         (folder / name).mkdir(parents=True)
@@ -70,9 +76,8 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
     key.write_bytes(os.urandom(64))
     key.chmod(0o400)
     cores = len(os.sched_getaffinity(0))
-    conf.write_text(
-        CONF.format(host=socket.gethostname(), folder=folder, ports=[free_port() for _ in range(3)], cores=cores)
-    )
+    address, ports = getattr(request, "param", LOOPBACK), [free_port() for _ in range(3)]
+    conf.write_text(CONF.format(host=socket.gethostname(), folder=folder, ports=ports, cores=cores, address=address))
     variables = {"SLURM_CONF": str(conf)}
     munge = [f"--{name}-file={folder / 'munge'}.{name}" for name in ("key", "log", "pid", "seed")]
     commands = [
@@ -91,6 +96,8 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
             yield variables
         finally:
             called("scancel", "--full", "--user=root", env=variables)
+            with suppress(AssertionError):  # else the step daemons of a failed test stay
+                until(lambda: called("squeue", "--noheader", env=variables) == "", "without jobs", 60)
             for daemon in reversed(daemons):
                 daemon.terminate()
             for daemon in daemons:
@@ -166,3 +173,39 @@ def test_a_stopped_job_saves_resumes_and_leaves_nothing_when_killed(slurm, tmp_p
     launcher.kill()
     until(lambda: has_ended(slurm, job), "over", 60)
     until(lambda: processes_of(output) == [], "without processes", 60)
+
+
+@pytest.mark.skipif(OUTSIDE == LOOPBACK, reason="this machine has only its loopback address")
+@pytest.mark.parametrize("slurm", [OUTSIDE], indirect=True)
+def test_a_job_with_kills_ends_with_the_result_of_an_undisturbed_one(slurm, tmp_path: Path) -> None:
+    """The servers listen on the outer address, and ask for tokens: the hub for that of a variable."""
+    model = write_tiny_model(tmp_path / "model", hidden_size=32, num_layers=2)
+    flags = (*TINY_RUN, "--env.max-age", "0", "--model", str(model), "--steps", "40", "--cluster.nodes", "2")
+    variables = {**slurm, "TREADLE_HUB_TOKEN": "a-token-of-a-test-0123456789"}
+
+    calm, killed = tmp_path / "calm", tmp_path / "killed"
+    job = run_job(variables, *flags, "--output", str(calm))
+    until(lambda: has_ended(slurm, job), "over")
+    assert summary_of(calm)["is_complete"], (calm / f"slurm-{job}.log").read_text()
+
+    job = run_job(variables, *flags, "--output", str(killed))
+    log = killed / f"slurm-{job}.log"
+    for num_steps, verb in ((4, "env"), (12, "engine"), (20, "hub"), (28, "train")):
+        until(lambda num=num_steps: has_steps(killed, num) or has_ended(slurm, job), f"step {num_steps}")
+        assert not has_ended(slurm, job), log.read_text()
+        next(process for process in processes_of(killed) if process.cmdline()[2:4] == ["treadle", verb]).kill()
+    until(lambda: has_ended(slurm, job), "over")
+    summary = summary_of(killed)
+    assert summary["is_complete"], log.read_text()
+    for name in ("env", "engine", "hub", "trainer"):
+        assert any(line.startswith(f"{name} died after step") for line in summary["restarts"]), summary
+    assert {file.name for file in killed.glob("*.token")} == {"engine.token"}
+    assert f"machine 0 is n1 ({OUTSIDE}): hub, engine" in log.read_text()
+
+    expected = values_by_step(newest_run(calm))
+    assert len(expected) == 40
+    assert sum(bool(grad_norm) for _, _, grad_norm in expected.values()) > 10, "something is learned"
+    assert values_by_step(newest_run(killed)) == expected
+    last = "checkpoints/final_model/model.safetensors"
+    assert (newest_run(killed) / last).read_bytes() == (newest_run(calm) / last).read_bytes()
+    assert processes_of(killed) == []

@@ -26,8 +26,8 @@ class ClusterConfig(Section):
     # ray
     address: str = option("auto", "ray: HOST:PORT of a cluster that runs; auto: that of this machine")
     # slurm
-    time_limit: str = option("", "longest time of the allocation, such as 8:00:00; empty: the limit of the partition")
-    sbatch_args: str = option("", "further flags of sbatch, such as '--partition=gpu --account=lab'")
+    time_limit: str = option("", "longest time of the allocation (8:00:00), above 5 minutes; empty: the partition's")
+    sbatch_args: str = option("", "further flags of sbatch: --cluster.sbatch-args='--partition=gpu --account=lab'")
     # k8s
     image: str = option("", "k8s: image with Treadle and ray[default]")
     volume: str = option("", "k8s: claim of the volume for --output, and where it is mounted: CLAIM:/runs")

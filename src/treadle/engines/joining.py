@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,7 +14,7 @@ from treadle.config.schema import adapter_root
 from treadle.engines.interface import EngineFacts
 from treadle.errors import ConfigError, HubError
 from treadle.net.access_tokens import HUB_TOKEN_VARIABLE, bearer_headers
-from treadle.net.address import is_loopback, shown_url, url_to
+from treadle.net.address import address_towards, is_loopback, shown_url, url_to
 from treadle.net.client import OK, BlockingHttpClient, NoAnswer
 from treadle.wire.engines import Engines, ServedEngine
 
@@ -115,14 +114,11 @@ def own_url(config: EngineConfig) -> str:
 
 
 def _address_towards(url: str) -> str:
-    """This machine's address on the way to `url`. Nothing is sent: connecting a UDP socket only chooses a route."""
+    """This machine's address on the way to `url`."""
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or 80
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))
-            return str(probe.getsockname()[0])
+        return address_towards(host, port)
     except OSError as error:
         raise ConfigError(f"there is no way to the hub at {shown_url(url)}: {error}", fix="correct --join") from None
 

@@ -350,7 +350,7 @@ class RunSession:
             own = [report for report in reports if report.name == name and pid in (None, report.pid)]
             return any(report.serves is not None for report in own)
 
-        return EngineRestarts(self._monitor.note_restart, has_loaded)
+        return EngineRestarts(self._monitor.note_restart, has_loaded, partial(has_engines, self._plan.watch_url))
 
     def _check_hub(self) -> None:
         """A run whose queue was deleted has failed: its groups are lost, and it cannot be resumed."""
@@ -394,6 +394,13 @@ class RunSession:
             self._next_queue_poll = time.monotonic() + 1.0
             answer = get_json(f"{self._plan.watch_url}/status")
             state.num_queued = None if answer is None else int(answer.get("queue_size", 0))
+
+
+def has_engines(hub_url: str) -> bool:
+    """Whether the hub's table has an engine that serves or joins. Also if the hub does not answer, because it may be
+    starting again: the trainer ends the run if it finds no engine."""
+    table = get_json(f"{hub_url}/v1/engines", timeout_s=LAST_ANSWER_S)
+    return table is None or any(engine["state"] in ("joining", "serving") for engine in table["engines"])
 
 
 def _start_phase(plan: RunPlan) -> str:

@@ -25,8 +25,9 @@ _LONGEST_NAME = 47  # characters: KubeRay appends its own to the names of what i
 _HEAD_CPUS = 2  # for launcher and hub
 
 
-def manifest(config: RunConfig, words: Sequence[str], *, label: str, plan: Sequence[str]) -> str:
-    """The manifest as YAML. `words`: of the command line after `treadle run`; `plan`: the processes of each machine."""
+def manifest(config: RunConfig, words: Sequence[str], *, label: str, job_id: str, plan: Sequence[str]) -> str:
+    """The manifest as YAML. `words`: of the command line after `treadle run`; `label` and `job_id`: parts of the job's
+    name, which must be a new one for each job; `plan`: the processes of each machine."""
     cluster, num_gpus = config.cluster, gpus_of_each(config)
     if not cluster.image:
         raise ConfigError("a manifest names an image", fix="--cluster.image IMAGE with Treadle and ray[default] in it")
@@ -39,7 +40,7 @@ def manifest(config: RunConfig, words: Sequence[str], *, label: str, plan: Seque
     job = {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
-        "metadata": {"name": _name(f"treadle-{label}")},
+        "metadata": {"name": _name(f"treadle-{label}", job_id)},
         "spec": {
             "entrypoint": shlex.join(["treadle", "run", *_on_ray(words)]),
             "shutdownAfterJobFinishes": True,
@@ -109,10 +110,11 @@ def _pod(name: str, image: str, resources: dict[str, Any], claim: str, path: str
     return {"spec": {"containers": [container], "volumes": volumes}}
 
 
-def _name(label: str) -> str:
+def _name(label: str, job_id: str) -> str:
     """A name that Kubernetes takes.
 
-    >>> _name("treadle-arithmetic+My_env")
-    'treadle-arithmetic-my-env'
+    >>> _name("treadle-arithmetic+My_env", "4f0c2a")
+    'treadle-arithmetic-my-env-4f0c2a'
     """
-    return re.sub(r"[^a-z0-9]+", "-", label.lower())[:_LONGEST_NAME].strip("-")
+    plain = re.sub(r"[^a-z0-9]+", "-", label.lower())[: _LONGEST_NAME - len(job_id) - 1]
+    return f"{plain.strip('-')}-{job_id}"

@@ -7,8 +7,9 @@ one machine   everything, with the same settings as without a scheduler
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from treadle.budget.placement import OWN_GPU_SHARE
@@ -18,12 +19,15 @@ from treadle.errors import ConfigError
 from treadle.gpus import Gpu
 from treadle.launch.machine import MachineFacts
 from treadle.launch.process_plan import ProcessSpec
+from treadle.net.access_tokens import HUB_TOKEN_VARIABLE
 from treadle.net.address import is_loopback_host
+from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
 
 _LOOPBACK = HubConfig.model_fields["host"].default
 _TRAIN_DEFAULTS = TrainConfig.model_fields
 # The processes of other machines call hub and engine, so these ask for a token.
 _TOKEN_FILES = {"hub": "hub.token", "engine": "engine.token"}
+_TOKEN_VARIABLES = {"hub": HUB_TOKEN_VARIABLE, "engine": ENGINE_TOKEN_VARIABLE}
 
 
 @dataclass(frozen=True)
@@ -35,24 +39,41 @@ class Machine:
 
 
 def settings_for(
-    config: RunConfig, explicit: frozenset[str], machines: Sequence[Machine], launcher: Machine | None = None
+    config: RunConfig,
+    explicit: frozenset[str],
+    machines: Sequence[Machine],
+    launcher: Machine | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Settings that follow from the machines; `explicit`: keys of the user, which are kept; `launcher`: its machine,
-    which has the hub; None: the first.
+    which has the hub; None: the first; `environment`: may have the tokens.
 
     With a single machine they are the defaults: a resumed run may have had several.
     """
     launcher = launcher or machines[0]
     is_one = {launcher.name} == {machine.name for machine in machines}
+    _check_addresses((launcher, *machines))
     hosts = {"hub": launcher.address, "engine": machines[0].address}
     settings: dict[str, Any] = {}
     for server, address in hosts.items():
         host = settings[f"{server}.host"] = _LOOPBACK if is_one else address
-        settings[f"{server}.token_file"] = None if is_loopback_host(host) else config.output / _TOKEN_FILES[server]
+        needs_file = not is_loopback_host(host) and _TOKEN_VARIABLES[server] not in environment
+        settings[f"{server}.token_file"] = config.output / _TOKEN_FILES[server] if needs_file else None
     settings["train.broadcast_by"] = _TRAIN_DEFAULTS["broadcast_by"].default
     if len(machines) > 1:
         settings |= _apart(config, explicit, len(machines) - 1)
     return {key: value for key, value in settings.items() if key not in explicit}
+
+
+def _check_addresses(machines: Sequence[Machine]) -> None:
+    """Refuse a loopback address, unless all have it: the other machines would call themselves."""
+    local = next((machine for machine in machines if is_loopback_host(machine.address)), None)
+    if local is not None and len({machine.address for machine in machines}) > 1:
+        raise ConfigError(
+            f"the machine {local.name} has the address {local.address}, which other machines cannot reach",
+            fix=f"let {local.name} have its address in the network of the cluster (NodeAddr of SLURM, /etc/hosts, "
+            "the address with which Ray was started)",
+        )
 
 
 def _apart(config: RunConfig, explicit: frozenset[str], num_others: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,14 +26,22 @@ class RunPlaces:
     launcher: Machine | None = None
 
 
-@contextmanager
-def run_places(config: RunConfig) -> Iterator[RunPlaces]:
-    """The machines of a run, until the block ends."""
+def check_scheduler(config: RunConfig) -> None:
+    """Refuse settings that no run on this scheduler can have."""
     scheduler = config.cluster.scheduler
     if scheduler != "local" and config.attached_urls:
         servers = " and ".join(config.attached_urls)
         flags = " and ".join(f"--{server}-url" for server in config.attached_urls)
         raise ConfigError(f"a run on {scheduler} starts its own {servers}", fix=f"leave {flags} out")
+    if scheduler in ("ray", "k8s") and config.engines != 1:
+        raise ConfigError(f"--engines {config.engines}: a run on Ray starts one engine", fix="leave it out")
+
+
+@contextmanager
+def run_places(config: RunConfig) -> Iterator[RunPlaces]:
+    """The machines of a run, until the block ends."""
+    scheduler = config.cluster.scheduler
+    check_scheduler(config)
     if scheduler == "k8s":
         raise ConfigError(
             "treadle prints the manifest of a run, and applies none", fix="treadle run --on k8s --dry-run"
@@ -43,8 +52,6 @@ def run_places(config: RunConfig) -> Iterator[RunPlaces]:
         machines = slurm.allocated_machines()
         yield RunPlaces(machines, partial(slurm.SlurmPlacement, machines))
     elif scheduler == "ray":
-        if config.engines != 1:
-            raise ConfigError(f"--engines {config.engines}: a run on Ray starts one engine", fix="leave it out")
         with ray_cluster.reserved_machines(config) as reserved:
             yield RunPlaces(
                 reserved.machines,
@@ -57,7 +64,7 @@ def run_places(config: RunConfig) -> Iterator[RunPlaces]:
 
 def on_machines(config: RunConfig, explicit: frozenset[str], places: RunPlaces) -> tuple[RunConfig, frozenset[str]]:
     """The settings of a run on these machines, and the keys that changed."""
-    settings = settings_for(config, explicit, places.machines, places.launcher)
+    settings = settings_for(config, explicit, places.machines, places.launcher, os.environ)
     changed = {key: value for key, value in settings.items() if value != value_of(config, key)}
     if any(key.endswith("token_file") for key in changed):
         config.output.expanduser().mkdir(parents=True, exist_ok=True)  # they are made there

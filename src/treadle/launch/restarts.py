@@ -116,10 +116,10 @@ class TrainerRestarts:
 
     def _line(self, first: RankEnd, num_ranks: int, now: Progress) -> str:
         what = "the trainer starts" if num_ranks == 1 else f"all {num_ranks} ranks start"
-        whence = f"the checkpoint of step {now.checkpoint}" if now.checkpoint else "step 0, without a checkpoint"
+        start_point = f"the checkpoint of step {now.checkpoint}" if now.checkpoint else "step 0, without a checkpoint"
         reason = first.message.partition("\n")[0] or first.exit
         return (
-            f"{first.name} died after step {now.step}: {reason}; {what} again from {whence} "
+            f"{first.name} died after step {now.step}: {reason}; {what} again from {start_point} "
             f"(restart {self._num_restarts} of {self._max_restarts})"
         )
 
@@ -130,9 +130,16 @@ class TrainerRestarts:
 class EngineRestarts:
     """When to start an engine of a fleet again that has ended. The pause grows while it ends again before it has
     loaded its model; the run goes on with the other engines, and waits if there are none. `say` gets a line about each;
-    `has_loaded`: whether the engine of this name and pid (None: on another machine) ever had."""
+    `has_loaded`: whether the engine of this name and pid (None: not known) ever had; `has_joined`: whether an
+    engine that the run did not start serves it, asked when all of its own are given up."""
 
-    def __init__(self, say: Callable[[str], None], has_loaded: Callable[[str, int | None], bool]) -> None:
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        has_loaded: Callable[[str, int | None], bool],
+        has_joined: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.has_joined = has_joined
         self._say = say
         self._has_loaded = has_loaded
         self._num_failed: dict[str, int] = {}  # starts in a row

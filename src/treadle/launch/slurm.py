@@ -17,7 +17,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from treadle.background import PARENT_ELSEWHERE, PARENT_VARIABLE
@@ -27,12 +27,15 @@ from treadle.launch.machine import Listeners
 from treadle.launch.machines import Machine, gpus_of_each
 from treadle.launch.placement import LocalProcess
 from treadle.launch.process_plan import ProcessSpec
+from treadle.net.address import address_towards, is_loopback_host
 
 JOB_VARIABLE = "SLURM_JOB_ID"
 SAVE_BEFORE_S = 300  # from SIGTERM, at which the trainer saves a checkpoint, to the time limit
 _ANSWER_S = 60.0
+_ANY_PORT = 9
 # srun would take them for flags of the step, which has all processors of its machine unless it is given a number.
 _OF_THE_JOB = ("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE")
+_WRITE_PID = 'echo $$ > "$0"; exec "$@"'  # of a shell in whose place the process runs, so it has the same
 _SIGNALLED = 128  # srun's exit code for a task that ended by signal N is 128 + N
 
 
@@ -64,15 +67,56 @@ def batch_file(
     }
     lines = [f"--{name}={shlex.quote(value)}" for name, value in options.items() if value is not None]
     lines += [*([] if cluster.cpus_per_node else ["--exclusive"]), "--no-requeue"]
-    lines += map(shlex.quote, shlex.split(cluster.sbatch_args))
+    lines += map(shlex.quote, _further_flags(cluster.sbatch_args))
+    _check_time_limit(cluster.time_limit)
+    comments = [f"#SBATCH {line}" for line in lines]
+    comments += [f"# machine {number}: {names}" for number, names in enumerate(plan)]
+    for line in comments:
+        if not line.isprintable():  # what follows a line break would be run as a command
+            raise ConfigError(
+                f"the batch file would have a line with a control character: {line!r}",
+                fix="remove it from the setting or the name of the folder",
+            )
     return "\n".join([
         "#!/bin/bash",
-        *(f"#SBATCH {line}" for line in lines),
-        *(f"# machine {number}: {names}" for number, names in enumerate(plan)),
+        *comments,
         f"exec {shlex.quote(python)} -m treadle run \\",
         f"  {shlex.join(words)}",
         "",
     ])  # fmt: skip
+
+
+def _further_flags(sbatch_args: str) -> list[str]:
+    try:
+        return shlex.split(sbatch_args)
+    except ValueError as error:
+        raise ConfigError(
+            f"--cluster.sbatch-args {sbatch_args!r} cannot be split into flags: {error}", fix="close every quote"
+        ) from None
+
+
+def _check_time_limit(limit: str) -> None:
+    limit_s = seconds_of(limit)
+    if limit_s is not None and limit_s <= SAVE_BEFORE_S:
+        raise ConfigError(
+            f"--cluster.time-limit {limit} is {limit_s} s, and the run is stopped {SAVE_BEFORE_S} s before it ends",
+            fix="give it longer, such as 1:00:00 for an hour",
+        )
+
+
+def seconds_of(limit: str) -> int | None:
+    """Of a time limit as sbatch reads it; None for another text, which sbatch judges.
+
+    >>> seconds_of("5"), seconds_of("5:30"), seconds_of("1:00:00"), seconds_of("2-0"), seconds_of("UNLIMITED")
+    (300, 330, 3600, 172800, None)
+    """
+    days, dash, rest = limit.strip().rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdecimal() for part in (*parts, *([days] if dash else ()))) or len(parts) > 3:
+        return None
+    # With days the parts begin with hours; without days one or two begin with minutes.
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(int(part) * unit for part, unit in zip(parts, units, strict=False))
 
 
 def submit(text: str, output: Path) -> None:
@@ -105,7 +149,20 @@ def allocated_machines(environment: Mapping[str, str] = os.environ) -> tuple[Mac
             f"this shell belongs to job {environment[JOB_VARIABLE]}, and does not run on one of its machines",
             fix="start the run in a shell without an allocation: it submits a job of its own",
         )
-    return tuple(sorted(machines, key=lambda machine: machine.name != own))
+    first, *others = sorted(machines, key=lambda machine: machine.name != own)
+    return (with_reachable_address(first, others), *others)
+
+
+def with_reachable_address(own: Machine, others: Sequence[Machine]) -> Machine:
+    """This machine, with its address on the way to the others if its own name resolves to loopback, as Debian's
+    /etc/hosts says (127.0.1.1)."""
+    remote = next((machine.address for machine in others if not is_loopback_host(machine.address)), None)
+    if remote is None or not is_loopback_host(own.address):
+        return own
+    try:
+        return replace(own, address=address_towards(remote, _ANY_PORT))
+    except OSError:  # settings_for refuses its address
+        return own
 
 
 def parse_machines(shown: str) -> list[Machine]:
@@ -147,17 +204,27 @@ class StepProcess:
     is killed, srun gets SIGTERM from the kernel (setpriv), and ends the step."""
 
     pid = None
-    reported_pid = None
 
     def __init__(self, spec: ProcessSpec, machine: str) -> None:
         self._name = spec.name
+        self._pid_file = spec.log_path.with_suffix(".pid")
+        self._pid_file.unlink(missing_ok=True)
         srun = (
             "srun", "--quiet", f"--job-name={spec.name}", "--overlap", "--nodes=1", "--ntasks=1",
             f"--nodelist={machine}", "--mem=0", "--kill-on-bad-exit=0",
         )  # fmt: skip
         inherited = {name: value for name, value in spec.env.items() if name not in _OF_THE_JOB}
         env = {**inherited, PARENT_VARIABLE: PARENT_ELSEWHERE}
-        self._srun = LocalProcess(("setpriv", "--pdeathsig", "TERM", *srun, *spec.argv), env, spec.log_path)
+        command = ("sh", "-c", _WRITE_PID, str(self._pid_file), *spec.argv)
+        self._srun = LocalProcess(("setpriv", "--pdeathsig", "TERM", *srun, *command), env, spec.log_path)
+
+    @property
+    def reported_pid(self) -> int | None:
+        try:
+            text = self._pid_file.read_text()
+        except OSError:  # the step has not begun
+            return None
+        return int(text) if text.endswith("\n") else None
 
     def poll(self) -> int | None:
         code = self._srun.poll()
@@ -171,6 +238,7 @@ class StepProcess:
         if self.poll() is None:
             self._signal_step("KILL")
             self._srun.kill()
+        self._pid_file.unlink(missing_ok=True)
 
     def _signal_step(self, name: str) -> bool:
         """Whether there is a step. What fails here is seen by the supervisor: the process runs on, and is killed."""

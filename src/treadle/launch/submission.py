@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from treadle.launch.machines import (
     place_processes,
     settings_for,
 )
+from treadle.launch.places import check_scheduler
 from treadle.launch.preflight import run_label, settle_environments
 from treadle.launch.process_plan import RunPlan, build_plan, server_addresses
 
@@ -42,11 +44,13 @@ def submit_run(
         raise ConfigError(
             "treadle prints the manifest of a run, and applies none", fix="--dry-run | kubectl apply -f -"
         )
+    check_scheduler(config)
     refuse_secrets(config, given)
     plan = plan_on(config, explicit_keys(config) if run_folder is None else requested_keys(run_folder) | given.keys())
     places, label = names_by_machine(plan.processes, config.cluster.nodes), run_label(config)
     if scheduler == "k8s":
-        print(kuberay.manifest(config, words_inside(words), label=label, plan=places), end="")
+        job_id = secrets.token_hex(3)  # kubectl would take a manifest with a known name for a change of that job
+        print(kuberay.manifest(config, words_inside(words), label=label, job_id=job_id, plan=places), end="")
         return
     text = slurm.batch_file(
         config, words_inside(words), label=label, plan=places, folder=Path.cwd(), python=sys.executable

@@ -199,8 +199,8 @@ class Supervisor:
         replacements: Replacements | None = None,
     ) -> None:
         """`placement`: where processes are started; None: on this machine. `restarts`: decides whether trainer ranks
-        that crashed are started again, `engine_restarts` when engines are that have served, and `replacements` whether
-        other processes are; None: never."""
+        that crashed are started again, `engine_restarts` when engines of a fleet are, and `replacements` whether other
+        processes are; None: never."""
         self._stop = stop
         self._on_tick = on_tick
         self._stop_order = stop_order
@@ -211,7 +211,7 @@ class Supervisor:
         self._restarts = restarts
         self._engine_restarts = engine_restarts
         self._engine_starts: dict[str, float | None] = {}  # when engines that ended start again; None: never
-        self._have_served: set[str] = set()  # engines that were ready once
+        self._has_served = False  # whether an engine was ready once
         self._replacements = replacements
         self._children: dict[str, ChildProcess] = {}
 
@@ -232,23 +232,29 @@ class Supervisor:
         return None if child is None else child.reported_pid
 
     def start(self, specs: Sequence[ProcessSpec]) -> None:
-        """Start these together, and return when all are ready."""
+        """Start these together, and return when all are ready; of the engines of a fleet one is enough."""
         begun = awake_s()
-        waiting = []
         for spec in with_rendezvous(specs):
             self._children[spec.name] = ChildProcess(spec, self._placement)
-            waiting.append(self._children[spec.name])
+        waiting = [self._children[spec.name] for spec in specs]
         next_look = begun
         while waiting:
             self._tick()
+            waiting = [self._children[child.spec.name] for child in waiting]  # engines may have been started again
             if awake_s() >= next_look:
                 urls = {child: child.spec.ready_url for child in waiting}
-                waiting = [c for c, url in urls.items() if url and not answers_ok(url, timeout_s=_READY_ANSWER_S)]
+                is_ready = {c: not url or answers_ok(url, timeout_s=_READY_ANSWER_S) for c, url in urls.items()}
+                self._has_served |= any(c.spec.kind == "engine" and ready for c, ready in is_ready.items())
+                waiting = [c for c, ready in is_ready.items() if not ready and not self._may_be_late(c)]
                 next_look = awake_s() + _READY_POLL_S
             late = [c for c in waiting if awake_s() - begun > c.spec.ready_timeout_s]
             if late:
                 raise late[0].exit_error(f"was not ready after {late[0].spec.ready_timeout_s:.0f} s")
-        self._have_served.update(spec.name for spec in specs)
+
+    def _may_be_late(self, child: ChildProcess) -> bool:
+        """Whether `start` need not wait for it: an engine of a fleet that has another one, or that is given up."""
+        is_given_up = self._engine_starts.get(child.spec.name, 0.0) is None
+        return self._is_of_fleet(child) and (self._has_served or is_given_up)
 
     def wait(self, is_over: Callable[[], bool]) -> None:
         """Return when `is_over` or when a worker has ended with exit code 0; raise if a process fails or ends early."""
@@ -324,22 +330,29 @@ class Supervisor:
         return ended
 
     def _starts_again(self, child: ChildProcess) -> bool:
-        """Whether this child that has ended is an engine of a fleet, which starts again, now or later. The end of one
-        that never served, or of the last one that is not started again, is an error."""
+        """Whether this child that has ended is an engine of a fleet, which starts again, now or later, or is given up
+        while others serve. Raises why it ended if it is the last one, or refused its settings before any has served."""
         name = child.spec.name
-        if self._engine_restarts is None or child.spec.kind != "engine" or name not in self._have_served:
+        if self._engine_restarts is None or not self._is_of_fleet(child):
             return False
         if name not in self._engine_starts:
-            pause_s = self._engine_restarts.pause_s(name, child.pid, describe_exit(child.poll()))
+            if not self._has_served and not child.rank_end().is_crash:
+                raise child.exit_error()
+            pause_s = self._engine_restarts.pause_s(name, child.reported_pid, describe_exit(child.poll()))
             self._engine_starts[name] = None if pause_s is None else awake_s() + pause_s
-        due_s = self._engine_starts[name]
-        if due_s is None:
             engines = [other.spec.name for other in self._children.values() if other.spec.kind == "engine"]
-            return any(self._engine_starts.get(engine, 0.0) is not None for engine in engines)
-        if awake_s() >= due_s:
+            is_last = all(self._engine_starts.get(engine, 0.0) is None for engine in engines)
+            if is_last and not self._engine_restarts.has_joined():
+                raise child.exit_error(note=", and no other engine serves")
+        due_s = self._engine_starts[name]
+        if due_s is not None and awake_s() >= due_s:
             del self._engine_starts[name]
             self._children[name] = ChildProcess(child.spec, self._placement)
         return True
+
+    def _is_of_fleet(self, child: ChildProcess) -> bool:
+        """Whether it is an engine of a fleet: it starts again by itself, and the trainer stays."""
+        return self._engine_restarts is not None and child.spec.kind == "engine"
 
     def _replace(self, crashed: list[ChildProcess]) -> None:
         """Start processes again that are no trainers; raises why the first ended, if that is refused.
@@ -374,7 +387,7 @@ class Supervisor:
         for child in ranks.values():
             child.kill()
         for child in self._children.values():  # its end may be what the ranks failed by
-            if child.poll() and child not in failed and child.spec.name not in ranks:
+            if child.poll() and child not in failed and child.spec.name not in ranks and not self._is_of_fleet(child):
                 if self._replacements is None:
                     raise child.exit_error()
                 return  # it is replaced next, and with an engine the ranks; else they are looked at again

@@ -61,6 +61,15 @@ def plain_address(address: Address) -> Address:
     return address.ipv4_mapped or ipaddress.IPv6Address(int(address))
 
 
+def address_towards(host: str, port: int) -> str:
+    """This machine's address on the way to `host`; OSError if there is no way. Nothing is sent: connecting a UDP socket
+    only chooses a route."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
 def parse_address(text: str) -> Address | None:
     try:
         return ipaddress.ip_address(text)

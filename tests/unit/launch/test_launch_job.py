@@ -10,11 +10,14 @@ import threading
 from collections import namedtuple
 from pathlib import Path
 
+import httpx
+import msgspec
 import psutil
 import pytest
 from transformers import LlamaConfig
 
 from tests.e2e.processes import free_port
+from tests.hub_process import HubProcess
 from tests.tiny_model import write_tiny_model
 from tests.written_run import evaluation, step_values, write_run
 from treadle.config import RunConfig, load_run, save_run
@@ -24,12 +27,14 @@ from treadle.errors import ConfigError, DiskFull, ModelError, ProcessDied, UserE
 from treadle.launch import folder as run_folders
 from treadle.launch import resume
 from treadle.launch.chat_command import find_model
-from treadle.launch.job import RunSession, start_run
+from treadle.launch.job import RunSession, has_engines, start_run
 from treadle.launch.monitor import MemorySampler, resident_bytes
 from treadle.launch.preflight import check_one_model, resolve_environment
 from treadle.launch.process_plan import RunPlan
 from treadle.report.history import History, reader_of
 from treadle.report.summary import Outcome, save_summary, summarize
+from treadle.wire.engines import EngineVerdict, EngineVerdicts, ServedEngine
+from treadle.wire.hub import ProcessReport
 
 
 @pytest.fixture
@@ -416,3 +421,21 @@ def test_a_folder_deleted_while_its_run_goes_on_is_a_user_error(tmp_path, monkey
     monkeypatch.setattr("treadle.launch.job.prepare_model", lambda _: str(tmp_path))
     with pytest.raises(UserError, match="folder was deleted while the run went on"):
         start_run(load_run(None, {"output": tmp_path / "runs"}), plain=True)
+
+
+def test_engines_of_a_run_are_those_that_join_or_serve_in_the_hubs_table(tmp_path: Path) -> None:
+    served = ServedEngine(engine_id="a", url="http://127.0.0.1:9", model="m", dtype="float32")
+    report = ProcessReport(kind="engine", name="joined", machine="m", pid=1, serves=served)
+    out = EngineVerdicts(engines=[EngineVerdict(engine_id="a", url=served.url, state="out", reason="it hangs")])
+
+    def post(route: str, body: msgspec.Struct) -> None:
+        headers = {"Content-Type": "application/json"}
+        httpx.post(hub.url + route, content=msgspec.json.encode(body), headers=headers).raise_for_status()
+
+    with HubProcess(tmp_path) as hub:
+        assert not has_engines(hub.url)
+        post("/v1/reports", report)
+        assert has_engines(hub.url)
+        post("/v1/engines/verdicts", out)
+        assert not has_engines(hub.url)
+    assert has_engines(hub.url), "a hub that does not answer may be starting again"

@@ -21,15 +21,16 @@ DESCRIBED = {
 }  # fmt: skip
 
 
-def job_for(words: tuple[str, ...] = (), **changed: object) -> dict[str, Any]:
+def job_for(words: tuple[str, ...] = (), label: str = "arithmetic+My_env", **changed: object) -> dict[str, Any]:
+    plan = ["hub, engine", "env, trainer"]
     config = load_run(None, {**DESCRIBED, **changed})
-    return yaml.safe_load(manifest(config, words, label="arithmetic+My_env", plan=["hub, engine", "env, trainer"]))
+    return yaml.safe_load(manifest(config, words, label=label, job_id="4f0c2a", plan=plan))
 
 
 def test_the_job_has_a_worker_with_all_its_gpus_for_each_machine() -> None:
     job = job_for()
     assert (job["apiVersion"], job["kind"], job["metadata"]) == (
-        "ray.io/v1", "RayJob", {"name": "treadle-arithmetic-my-env"},
+        "ray.io/v1", "RayJob", {"name": "treadle-arithmetic-my-env-4f0c2a"},
     )  # fmt: skip
     cluster = job["spec"]["rayClusterSpec"]
     assert cluster["rayVersion"] == TESTED_VERSION
@@ -40,6 +41,12 @@ def test_the_job_has_a_worker_with_all_its_gpus_for_each_machine() -> None:
     limits = {"cpu": 32, "memory": "262144Mi", "nvidia.com/gpu": 8}
     assert worker["resources"] == {"limits": limits, "requests": limits}
     assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
+
+
+def test_a_long_name_is_cut_before_the_part_that_makes_it_unique() -> None:
+    name = job_for(label="e" * 80)["metadata"]["name"]
+    assert len(name) == 47
+    assert name.endswith("ee-4f0c2a")
 
 
 def test_all_pods_mount_the_volume_of_the_run_and_shared_memory() -> None:
@@ -77,12 +84,16 @@ def test_a_manifest_that_could_not_run_is_refused(changed: dict[str, object], sa
 
 def test_a_dry_run_prints_the_manifest_and_where_processes_are(capsys) -> None:
     words = ["run", "--on", "k8s", "--dry-run", "--cluster.nodes", "2", "--cluster.image", "lab/treadle:1"]
-    with pytest.raises(SystemExit) as ended:
-        main([*words, "--cluster.volume", "claim:/runs", "--output", "/runs"])
-    assert ended.value.code == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("# head: launcher, hub\n# machine 0: engine\n# machine 1: env, trainer\n")
-    assert yaml.safe_load(printed)["kind"] == "RayJob"
+    names = set()
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--cluster.volume", "claim:/runs", "--output", "/runs"])
+        assert ended.value.code == 0
+        printed = capsys.readouterr().out
+        assert printed.startswith("# head: launcher, hub\n# machine 0: engine\n# machine 1: env, trainer\n")
+        assert yaml.safe_load(printed)["kind"] == "RayJob"
+        names.add(yaml.safe_load(printed)["metadata"]["name"])
+    assert len(names) == 2, "each manifest is another job"
 
 
 def test_a_manifest_is_printed_and_never_applied(capsys) -> None:

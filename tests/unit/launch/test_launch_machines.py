@@ -11,6 +11,9 @@ from treadle.config.load import explicit_keys, with_values
 from treadle.errors import ConfigError
 from treadle.launch.machine import MachineFacts
 from treadle.launch.machines import Machine, facts_on, names_by_machine, place_processes, settings_for
+from treadle.launch.placement import LocalPlacement
+from treadle.launch.places import RunPlaces, on_machines
+from treadle.launch.preflight import read_tokens
 from treadle.launch.process_plan import RunPlan, build_plan
 
 HOSTS = tuple(Machine(f"n{number}", f"10.0.0.{number}") for number in (1, 2, 3))
@@ -68,6 +71,41 @@ def test_servers_that_other_machines_call_ask_for_a_token() -> None:
     assert config.train.engine_url == ("http://10.0.0.1:9001",)
     assert config.hub.token_file == Path("/data/runs/hub.token")
     assert config.engine.token_file == Path("/data/runs/engine.token")
+
+
+@pytest.mark.parametrize("server", ["hub", "engine"])
+def test_a_token_in_a_variable_takes_the_place_of_the_file(server: str) -> None:
+    config = load_run(None, {"output": "/data/runs"})
+    variables = {f"TREADLE_{server.upper()}_TOKEN": "a" * 32}
+    settings = settings_for(config, frozenset(), HOSTS, environment=variables)
+    files = {name: settings[f"{name}.token_file"] for name in ("hub", "engine")}
+    assert files.pop(server) is None
+    assert all(files.values())
+
+
+def test_the_launcher_takes_tokens_from_its_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TREADLE_HUB_TOKEN", "h" * 32)
+    monkeypatch.setenv("TREADLE_ENGINE_TOKEN", "e" * 32)
+    config, _ = on_machines(load_run(None, {"output": str(tmp_path)}), frozenset(), RunPlaces(HOSTS, LocalPlacement))
+    tokens = read_tokens(config)
+    assert (tokens.hub, tokens.engine) == ("h" * 32, "e" * 32)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_loopback_address_of_one_of_several_machines_is_refused() -> None:
+    config = load_run(None, {})
+    own = Machine("n0", "127.0.1.1")
+    for machines in ((own, HOSTS[0]), (HOSTS[0], own)):
+        with pytest.raises(ConfigError, match=r"the machine n0 has the address 127\.0\.1\.1"):
+            settings_for(config, frozenset(), machines)
+    with pytest.raises(ConfigError, match="the machine n0 has the address"):
+        settings_for(config, frozenset(), HOSTS[:1], own)
+
+
+def test_machines_that_are_one_need_no_token() -> None:
+    machines = (Machine("n1", "127.0.0.1"), Machine("n2", "127.0.0.1"))
+    settings = settings_for(load_run(None, {}), frozenset(), machines)
+    assert (settings["hub.host"], settings["hub.token_file"]) == ("127.0.0.1", None)
 
 
 def test_a_run_that_had_several_machines_resumes_on_one() -> None:

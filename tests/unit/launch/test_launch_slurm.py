@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ from treadle.cli import main
 from treadle.config import load_run
 from treadle.errors import ConfigError, UserError
 from treadle.launch.job import run_places
-from treadle.launch.slurm import batch_file, parse_machines, submit
+from treadle.launch.machines import Machine
+from treadle.launch.slurm import StepProcess, batch_file, parse_machines, submit, with_reachable_address
 from treadle.launch.submission import refuse_secrets, words_inside
 
 NODES = """\
@@ -84,6 +87,63 @@ def test_machines_and_their_addresses_are_read_from_scontrol() -> None:
     ]  # fmt: skip
 
 
+def test_the_own_address_is_one_that_the_other_machines_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treadle.launch.slurm.address_towards", lambda host, _: {"10.0.0.2": "10.0.0.1"}[host])
+    own, other = Machine("a", "127.0.1.1"), Machine("b", "10.0.0.2")
+    assert with_reachable_address(own, [other]) == Machine("a", "10.0.0.1")
+    assert with_reachable_address(other, [own]) is other
+    assert with_reachable_address(own, [Machine("c", "127.0.1.1")]) is own  # they are one machine
+    assert with_reachable_address(own, []) is own
+
+
+@pytest.mark.parametrize(
+    ("flags", "plan"),
+    [
+        ({"cluster.sbatch_args": "--comment='a\ntouch executed\n'"}, ["hub"]),
+        ({"cluster.time_limit": "1:00:00\ntouch executed"}, ["hub"]),
+        ({"output": "/data\ntouch executed"}, ["hub"]),
+        ({}, ["hub, env-a\ntouch executed"]),
+    ],
+)
+def test_a_line_break_does_not_become_a_command(flags: dict[str, object], plan: list[str]) -> None:
+    config = load_run(None, {"cluster.scheduler": "slurm", **flags})
+    with pytest.raises(ConfigError, match="a line with a control character"):
+        batch_file(config, (), label="gsm8k", plan=plan, folder=Path("/home/ada"), python="python")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"cluster.sbatch_args": "--comment='x"}, "cannot be split into flags: No closing quotation"),
+        ({"cluster.time_limit": "5:00"}, "is 300 s, and the run is stopped 300 s before it ends"),
+        ({"cluster.time_limit": "0-0:1"}, "is 60 s"),
+    ],
+)
+def test_flags_of_sbatch_that_cannot_work_are_refused(flags: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        text_for(flags)
+
+
+@pytest.mark.parametrize("limit", ["6", "5:01", "0:5:01", "1-0", "UNLIMITED", "partition's"])
+def test_longer_time_limits_and_those_that_sbatch_judges_are_passed_on(limit: str) -> None:
+    assert f"--time={limit}" in options_of(text_for({"cluster.time_limit": limit}))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--on", "slurm", "--hub-url", "http://10.0.0.9:8000"), "a run on slurm starts its own hub"),
+        (("--on", "slurm", "--engine-url", "http://10.0.0.9:9001"), "a run on slurm starts its own engine"),
+        (("--on", "k8s", "--engines", "3"), "a run on Ray starts one engine"),
+    ],
+)
+def test_what_the_job_would_refuse_is_refused_before_submission(capsys, words: tuple[str, ...], says: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--dry-run", *words])
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
 def test_a_dry_run_prints_the_file_with_the_places_of_the_processes(capsys, tmp_path: Path) -> None:
     words = ["run", "--on", "slurm", "--dry-run", "--cluster.nodes", "3", "--output", str(tmp_path / "runs")]
     with pytest.raises(SystemExit) as ended:
@@ -107,6 +167,35 @@ def test_settings_that_cannot_be_are_refused_before_submission(capsys) -> None:
         main(["run", "--on", "slurm", "--cluster.nodes", "3", "--train.ranks", "3"])
     assert ended.value.code == 2
     assert "cannot be distributed evenly" in capsys.readouterr().err
+
+
+FAKE_SRUN = """#!/bin/sh
+while [ "${1#--}" != "$1" ]; do shift; done
+exec "$@"
+"""
+
+
+def test_a_step_has_the_pid_by_which_its_process_reports(
+    make_spec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text(FAKE_SRUN)
+    srun.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    spec = make_spec("trainer", "import os, time; print('pid', os.getpid(), 'end'); time.sleep(60)")
+    spec.log_path.parent.mkdir()
+    step = StepProcess(spec, "n1")
+    try:
+        deadline = time.monotonic() + 20
+        while "end" not in spec.log_path.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert step.reported_pid == int(spec.log_path.read_text().split()[1])
+    finally:
+        step.kill()
+    assert step.reported_pid is None
+    assert [file.name for file in spec.log_path.parent.iterdir()] == ["trainer.log"]
 
 
 def test_a_machine_without_sbatch_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from tests.e2e.processes import free_port
 from treadle.errors import ProcessDied, UserError
 from treadle.launch.process_plan import ProcessSpec
-from treadle.launch.restarts import EngineRestarts
+from treadle.launch.restarts import EngineRestarts, Progress, Replacements, TrainerRestarts
 from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
 from treadle.net.probe import answers_ok
 
@@ -303,3 +303,86 @@ def test_an_engine_that_never_loads_again_is_given_up(make_spec, server_code, mo
         with pytest.raises(ProcessDied, match=r"engine died \(exit code 3\)"):
             supervisor.wait(lambda: False)
     assert "ended 6 times in a row before it had loaded" in said[-1]
+
+
+def fleet_specs(make_spec, server_code, code_of_second: str) -> list[ProcessSpec]:
+    """Two engines; {serve} in the code of the second one is its server."""
+    first, second = free_port(), free_port()
+    codes = {first: server_code(first), second: code_of_second.replace("{serve}", server_code(second))}
+    names = ("engine", "engine-1")
+    return [
+        make_spec(name, code, ready_url=f"http://127.0.0.1:{port}/healthz")
+        for name, (port, code) in zip(names, codes.items(), strict=True)
+    ]
+
+
+def test_an_engine_that_is_killed_while_it_loads_first_starts_again(make_spec, server_code, tmp_path: Path) -> None:
+    mark = str(tmp_path / "mark")
+    code = (
+        f"import os\nif not os.path.exists({mark!r}):\n open({mark!r}, 'w').close(); os.kill(os.getpid(), 9)\n{{serve}}"
+    )
+    specs = fleet_specs(make_spec, server_code, code)
+    said: list[str] = []
+    restarts = EngineRestarts(said.append, has_loaded=lambda *_: False)
+    replacements = Replacements(3, lambda: Progress(1, 0), lambda *_: None, lambda: True)
+    with Supervisor(StopRequest(), engine_restarts=restarts, replacements=replacements) as supervisor:
+        supervisor.start(specs)
+        supervisor.wait(lambda: answers_ok(specs[1].ready_url or ""))
+    assert len(said) == 1
+    assert "engine-1 ended (exit code -9" in said[0]
+
+
+def test_a_fleet_is_started_when_one_of_its_engines_is_ready(make_spec, server_code) -> None:
+    specs = fleet_specs(make_spec, server_code, SLEEP)
+    restarts = EngineRestarts(lambda _: None, has_loaded=lambda *_: False)
+    with Supervisor(StopRequest(), engine_restarts=restarts) as supervisor:
+        supervisor.start(specs)
+        assert answers_ok(specs[0].ready_url or "")
+        assert is_running(supervisor.pids["engine-1"])
+
+
+def test_a_fleet_whose_settings_are_refused_ends_at_once(make_spec, server_code) -> None:
+    mistake = "import sys; sys.stderr.write('treadle: no model\\n  -> --model\\n'); sys.exit(2)"
+    specs = fleet_specs(make_spec, lambda _: SLEEP, mistake)
+    said: list[str] = []
+    restarts = EngineRestarts(said.append, has_loaded=lambda *_: False)
+    with Supervisor(StopRequest(), engine_restarts=restarts) as supervisor, pytest.raises(UserError, match="no model"):
+        supervisor.start(specs)
+    assert not said
+
+
+@pytest.mark.parametrize("has_joined", [True, False])
+def test_a_run_that_has_given_up_its_engines_needs_others(make_spec, monkeypatch, has_joined: bool) -> None:
+    monkeypatch.setattr("treadle.launch.restarts.LONGEST_PAUSE_S", 0.0)
+    specs = [make_spec(name, "raise SystemExit(3)", ready_url="http://127.0.0.1:9/") for name in ("engine", "engine-1")]
+    said: list[str] = []
+    replaced: list[tuple[str, str]] = []
+    restarts = EngineRestarts(said.append, has_loaded=lambda *_: False, has_joined=lambda: has_joined)
+    replacements = Replacements(3, lambda: Progress(1, 0), lambda *note: replaced.append(note), lambda: True)
+    with Supervisor(StopRequest(), engine_restarts=restarts, replacements=replacements) as supervisor:
+        if has_joined:
+            supervisor.start(specs)
+            supervisor.start([make_spec("trainer", "pass")])
+            supervisor.watch()
+        else:
+            with pytest.raises(ProcessDied, match=r"engine(-1)? died \(exit code 3\), and no other engine serves"):
+                supervisor.start(specs)
+    assert sum("it is not started again" in line for line in said) == 2
+    assert not replaced
+
+
+def test_the_trainer_starts_again_beside_an_engine_that_was_given_up(
+    make_spec, server_code, monkeypatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("treadle.launch.restarts.LONGEST_PAUSE_S", 0.0)
+    said: list[str] = []
+    engines = EngineRestarts(said.append, has_loaded=lambda *_: False)
+    ranks = TrainerRestarts(3, lambda: Progress(1, 0), said.append)
+    replacements = Replacements(3, lambda: Progress(1, 0), lambda *_: None, lambda: True)
+    mark = str(tmp_path / "mark")
+    crash = f"import os\nif not os.path.exists({mark!r}):\n open({mark!r}, 'w').close(); os.kill(os.getpid(), 9)\n"
+    with Supervisor(StopRequest(), restarts=ranks, engine_restarts=engines, replacements=replacements) as supervisor:
+        supervisor.start(fleet_specs(make_spec, server_code, "raise SystemExit(3)"))
+        supervisor.wait(lambda: any("it is not started again" in line for line in said))
+        start_and_watch(supervisor, make_spec("trainer", crash))
+    assert "the trainer starts again" in said[-1]
