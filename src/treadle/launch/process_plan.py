@@ -10,7 +10,7 @@ then     env                when hub and engine are ready; the run is complete w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -41,6 +41,7 @@ from treadle.store.choice import RUN_FILE
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
 
 CONFIG_FILE = "config.json"
+PORT_FLAG = "--port"
 LOG_FOLDER = "logs"
 # Unless the user set them. glibc gives each thread a heap of its own, and keeps what is freed in it: with one heap, the
 # engine of the default job needs 1.75 GB instead of 2.17 (x86, float32).
@@ -95,6 +96,14 @@ class ProcessSpec:
     ready_url: str | None = None
     ready_timeout_s: float = 120.0
     node: int = 0  # of the machines of the run
+
+    def at_port(self, port: int) -> ProcessSpec:
+        """The same server at another port of this machine."""
+        place = self.argv.index(PORT_FLAG) + 1
+        argv = (*self.argv[:place], str(port), *self.argv[place + 1 :])
+        url = urlsplit(self.ready_url or "")
+        address = url.netloc.rpartition(":")[0]
+        return replace(self, argv=argv, ready_url=url._replace(netloc=f"{address}:{port}").geturl())
 
     @property
     def kind(self) -> str:
@@ -375,7 +384,7 @@ def _processes(
                 ready_url=f"{url}/health",
                 timeout_s=900.0,
                 kind="engine",
-                flags=("--name", name, "--port", str(facts.ports[name])) if config.has_fleet else (),
+                flags=("--name", name, PORT_FLAG, str(facts.ports[name])) if config.has_fleet else (),
             )
             for name, url in zip(engine_names(config), engine_urls, strict=False)
         ),

@@ -15,11 +15,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from urllib.parse import urlsplit
 
 from treadle.errors import is_out_of_memory
 from treadle.formatting import counted
-from treadle.launch.machine import find_port
-from treadle.launch.process_plan import ProcessSpec
+from treadle.launch.machine import find_port, is_port_busy
+from treadle.launch.process_plan import PORT_FLAG, ProcessSpec
 
 RANKS_END_S = 10.0  # for the other ranks to end by themselves
 SETTLE_S = 0.5
@@ -154,6 +155,17 @@ class EngineRestarts:
         pause_s = min(2.0**failed, LONGEST_PAUSE_S)
         self._say(f"{name} ended ({end}); it starts again in {pause_s:.0f} s, receives the weights and proves them")
         return pause_s
+
+    def at_free_port(self, spec: ProcessSpec) -> ProcessSpec:
+        """The engine at another port if a program of this machine has taken its own since. Nobody depends on the port:
+        the engine reports its URL to the hub's table."""
+        url = urlsplit(spec.ready_url or "")
+        host, port = url.hostname, url.port
+        if PORT_FLAG not in spec.argv or host is None or port is None or not is_port_busy(host, port):
+            return spec
+        free = find_port(host)
+        self._say(f"port {port} of {spec.name} is in use by another program; it starts at {free}")
+        return spec.at_port(free)
 
 
 # ---- other processes, and engines without a fleet

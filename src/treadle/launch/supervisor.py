@@ -347,7 +347,9 @@ class Supervisor:
         due_s = self._engine_starts[name]
         if due_s is not None and awake_s() >= due_s:
             del self._engine_starts[name]
-            self._children[name] = ChildProcess(child.spec, self._placement)
+            is_here = child.pid is not None
+            spec = self._engine_restarts.at_free_port(child.spec) if is_here else child.spec
+            self._children[name] = ChildProcess(spec, self._placement)
         return True
 
     def _is_of_fleet(self, child: ChildProcess) -> bool:

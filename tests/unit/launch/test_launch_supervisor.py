@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -278,6 +280,35 @@ def test_an_engine_of_a_fleet_that_dies_starts_again(make_spec, server_code) -> 
         wait_for(lambda: answers_ok(specs[1].ready_url or ""), "answer of the new engine")
     assert len(said) == 1
     assert "engine-1 ended (exit code -9" in said[0]
+
+
+def test_an_engine_whose_port_was_taken_starts_again_at_another(make_spec, server_code) -> None:
+    code = server_code(0).replace("('127.0.0.1', 0)", "('127.0.0.1', int(sys.argv[-1]))")
+    port = free_port()
+    spec = make_spec("engine-1", f"import sys\n{code}", ready_url=f"http://127.0.0.1:{port}/healthz")
+    spec = replace(spec, argv=(*spec.argv, "--port", str(port)))
+    said: list[str] = []
+    restarts = EngineRestarts(said.append, has_loaded=lambda *_: True)
+    with Supervisor(StopRequest(), engine_restarts=restarts) as supervisor, socket.socket() as other:
+        supervisor.start([spec])
+        before = supervisor.pids["engine-1"]
+        os.kill(before, signal.SIGKILL)
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        wait_for(lambda: is_taken(other, port), "the port of the killed engine")
+        supervisor.wait(lambda: supervisor.pids["engine-1"] != before)
+        assert f"port {port} of engine-1 is in use by another program" in said[-1]
+        url = f"http://127.0.0.1:{said[-1].rpartition(' ')[2]}/healthz"
+        wait_for(lambda: answers_ok(url), "answer of the new engine")
+
+
+def is_taken(listener: socket.socket, port: int) -> bool:
+    """Whether `listener` now listens there."""
+    try:
+        listener.bind(("127.0.0.1", port))
+    except OSError:
+        return False
+    listener.listen()
+    return True
 
 
 def test_the_death_of_an_engine_ends_a_run_with_one_engine(make_spec, server_code) -> None:
