@@ -28,6 +28,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "tensor_parallel_size": ("tp",),
     "train_layer_indices": ("lora_layer_indices",),
     "ranks": ("world_size",),
+    "min_engines": ("num_inference_nodes",),
 }
 
 
@@ -131,7 +132,6 @@ NO_EFFECT: dict[str, str] = {
     "train.gpu-memory-utilization": f"{_OWN_PROCESS}: treadle engine --gpu-memory-utilization",
     "train.vllm-gpu-memory-utilization": f"{_OWN_PROCESS}: treadle engine --gpu-memory-utilization",
     "train.max-model-len": f"{_OWN_PROCESS}: treadle engine --max-model-len",
-    "train.num-inference-nodes": "the engine is found by --engine-url",
 }
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from treadle.config.section import PositiveInt, Seconds, Section, option
+from treadle.config.section import Count, PositiveInt, Seconds, Section, option
 from treadle.errors import ConfigError
 from treadle.support import CANARY_BOUNDS_TEXT, WEIGHT_MODES, WeightMode, WeightModeName
 
@@ -53,8 +53,8 @@ class SyncOptions(Section):
     )
     broadcast_host: str = option(
         "",
-        "use_shared_memory: name or address of this machine for the engine to reach it by; empty: the one on the "
-        "network that the engine is on",
+        "use_shared_memory: name or address of this machine for the engine to reach it by; empty: MASTER_ADDR where "
+        "that is set, else the one on the network that the engine is on",
     )
     vllm_restart_interval: PositiveInt | None = option(
         None,
@@ -72,6 +72,11 @@ class SyncOptions(Section):
     publish_timeout_s: Seconds | None = option(
         None,
         "seconds for one publish; a slower engine ends the run with an error; empty: 180, and 900 where it restarts",
+    )
+    min_engines: Count = option(
+        0,
+        "several engines: how many must have joined before training starts; 0: NUM_INFERENCE_NODES where that is set, "
+        "else 1",
     )
     verify_publish: Literal["auto", "always", "off"] = option(
         "auto",

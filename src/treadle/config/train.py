@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from treadle.config.section import (
+    HUB_TABLE,
     Count,
     Dtype,
     Names,
@@ -369,6 +370,11 @@ class TrainConfig(
     def has_fleet(self) -> bool:
         """Whether the weights go to several engines, which may come and go."""
         return names_fleet(self.engine_url)
+
+    @property
+    def names_hub_table(self) -> bool:
+        """Whether the engines are those of the hub's table, however many there are."""
+        return HUB_TABLE in self.engine_url
 
     def _check_fleet(self) -> None:
         if not self.mode.fleet:

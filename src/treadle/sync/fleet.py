@@ -45,6 +45,7 @@ from treadle.sync.protocol import (
     check_same_dtype,
     check_same_quantization,
 )
+from treadle.sync.variables import num_engines_awaited
 from treadle.sync.verify import ExpectedState, PublishVerifier
 from treadle.sync.version_files import AdapterFiles, HandedOver, VersionFiles, WeightFiles
 from treadle.wire.bridge import BridgeInfo
@@ -169,13 +170,14 @@ class FleetSync:
     # ---- SyncMode
 
     def attach(self) -> AttachedModel:
-        """Wait for the first engine; training starts from its model."""
-        began = awake_s()
+        """Wait for the first engine, or as many as `min_engines`; training starts from the model of one."""
+        began, num_awaited = awake_s(), num_engines_awaited(self._config, os.environ)
         attach = attach_adapters if self._files.compares == "adapter" else attach_own_weights
         problem: TreadleError | None = None
         while True:
             self._tend()
-            for member in self._list_members():
+            there = self._list_members()
+            for member in there if len(there) >= num_awaited else ():
                 try:
                     self._check_same_start(member)  # `attach` waits for one that has died as if it were still loading
                     attached = attach(self._config, member.link)
@@ -187,7 +189,8 @@ class FleetSync:
                 self._start_tending()
                 return attached
             if awake_s() - began > LOADING_S:
-                raise problem or SyncError(f"no engine has joined this run within {LOADING_S:.0f} s", fix=_START_ONE)
+                found = f"{len(there)} of {num_awaited} engines have" if num_awaited > 1 else "no engine has"
+                raise problem or SyncError(f"{found} joined this run within {LOADING_S:.0f} s", fix=_START_ONE)
             time.sleep(POLL_S * 4)
 
     def settle(self) -> None:

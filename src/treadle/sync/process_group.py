@@ -16,6 +16,7 @@ that did not (`silent_ranks`).
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import re
@@ -33,6 +34,7 @@ from torch import Tensor
 
 from treadle.background import in_background
 from treadle.errors import SyncError
+from treadle.log import get_logger
 from treadle.sync.shards import HeldWeight
 from treadle.wire.bridge import JoinGroup
 
@@ -44,12 +46,13 @@ _POLL_S = 0.02
 CONNECT_S = 5.0  # for a first connection between the two machines
 NETWORK_FIX = (
     "the two must reach each other on all ports, at the address that --broadcast-host names (NCCL: on the network in "
-    "NCCL_SOCKET_IFNAME); or set --weight-bridge-mode reload, with --live-path on a disk that both see"
+    "NCCL_SOCKET_IFNAME); or set --weight-bridge-mode reload, which only needs the engine's HTTP port"
 )
 PEER_FIX = "its log says why; start it again, then continue with treadle run --resume"
 # Turn a timeout into an error for the caller; otherwise a thread of torch would abort the process, vLLM's too.
 NCCL_ERRORS = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
+log = get_logger("sync")
 Store = Any  # torch's rendezvous store
 _dist: Any = torch.distributed  # torch's type stubs lack what is used here
 
@@ -185,15 +188,21 @@ class BroadcastGroup:
             raise PeerLost(f"the broadcast with {self._peer} broke off: {reason}", fix=PEER_FIX) from error
 
 
-def host_store(address: str, timeout_s: float) -> Store:
-    """Create the trainer's store; it listens on a free port of this address only."""
+def host_store(address: str, timeout_s: float, port: int = 0) -> Store:
+    """Create the trainer's store; it listens on this address only, on `port`, or a free one if that is in use or 0."""
     try:
         family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((address, 0), family=family)
+        try:
+            listener = socket.create_server((address, port), family=family)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            log.warning("port_in_use", variable="MASTER_PORT", port=port, instead="a free one")
+            listener = socket.create_server((address, 0), family=family)
     except OSError as error:
         raise SyncError(
             f"cannot listen on {address}: {error.strerror or error}",
-            fix="--broadcast-host takes a name or address of this machine",
+            fix="--broadcast-host (or MASTER_ADDR) takes a name or address of this machine",
         ) from None
     port = listener.getsockname()[1]
     return _dist.TCPStore(

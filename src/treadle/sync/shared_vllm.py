@@ -73,6 +73,7 @@ from treadle.sync.protocol import (
 )
 from treadle.sync.shards import worker_name
 from treadle.sync.shared_memory import find_bridge_file, gpu_uuid, read_bridge_file
+from treadle.sync.variables import group_place
 from treadle.sync.verify import PublishVerifier
 from treadle.wire.bridge import (
     Adopt,
@@ -196,14 +197,17 @@ class WeightBroadcaster:
         backend: Literal["nccl", "gloo"],
         *,
         host: str,
+        port: int = 0,
         timeout_s: float,
         num_workers: int = 1,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """`host`: the name of this machine for the engine; empty: its address on the engine's network."""
+        """`host`: the name of this machine for the engine; empty: its address on the engine's network. `port`: where
+        the engine's workers find the trainer; 0: any free one."""
         self._engine = engine
         self._backend = backend
         self._host = host
+        self._port = port
         self._timeout_s = timeout_s
         self._num_workers = num_workers
         self._bucket_bytes = bucket_bytes
@@ -221,7 +225,7 @@ class WeightBroadcaster:
             url = urlsplit(self._engine.url)
             port = url.port or (443 if url.scheme == "https" else 80)
             address = local_address_towards(url.hostname or "127.0.0.1", port)
-        store = self._store = host_store(address, self._timeout_s)
+        store = self._store = host_store(address, self._timeout_s, self._port)
         request = self._request = JoinGroup(
             group=secrets.token_hex(8),
             host=address,
@@ -289,6 +293,9 @@ class WeightBroadcaster:
         return asked.result(), done.result()
 
 
+_NO_GROUP = "MASTER_ADDR and MASTER_PORT have no effect: trainer and engine share the memory of the weights"
+
+
 class BroadcastSync(SingleCopySync):
     """The trainer's weights are a separate copy, which is sent at each publish."""
 
@@ -317,12 +324,18 @@ class BroadcastSync(SingleCopySync):
             own_gpu=gpu_uuid(device),
         )
         log.info("broadcast", by=transport, engine_device=info.device, own_device=str(device))
+        place = group_place(config, os.environ)
         if transport == "memory":
+            if place.port or place.host != config.broadcast_host:
+                log.warning("variable_without_effect", note=_NO_GROUP)
             return super().attach()
+        if place.note:
+            log.warning("variable_without_effect", note=place.note)
         self._broadcaster = WeightBroadcaster(
             engine,
             transport,
-            host=config.broadcast_host,
+            host=place.host,
+            port=place.port,
             timeout_s=config.publish_deadline_s,
             num_workers=info.num_workers,
         )

@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,6 +29,7 @@ from treadle.config import TrainConfig
 from treadle.errors import ConfigError, ProcessDied
 from treadle.log import get_logger
 from treadle.sync.process_group import first_sentence
+from treadle.sync.variables import unused_variables
 from treadle.train.loss import LossStats
 from treadle.train.stop import StopRequested
 
@@ -38,8 +39,6 @@ HEARTBEAT_S = 10.0  # while the others wait for rank 0, it sends a message this 
 HEARTBEATS_PER_TIMEOUT = 4  # at least
 ENDING_S = 2.0  # until a process whose connections closed has ended
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# Variables of Atropos' weight broadcast. torchrun sets MASTER_* too, together with WORLD_SIZE.
-BROADCAST_VARIABLES = ("NUM_INFERENCE_NODES", "MASTER_ADDR", "MASTER_PORT")
 T = TypeVar("T")
 USE_TORCHRUN = "start the trainer with torchrun --nproc-per-node N -m treadle train ..."
 
@@ -233,8 +232,9 @@ ALONE = Ranks()
 def join_ranks(config: TrainConfig) -> Ranks:
     """Join the other ranks, as set by torchrun or by --trainer-rank and --ranks; `ALONE` without others."""
     rank, size, local_rank = _rank_and_size(config)
-    if rank == 0 and (note := unused_variables(os.environ, size)):
-        log.warning("variables_without_effect", note=note)
+    if rank == 0:
+        for note in unused_variables(config, os.environ, size):
+            log.warning("variable_without_effect", note=note)
     config.check_ranks(size)
     if size == 1:
         return ALONE
@@ -295,20 +295,6 @@ def _check_same_settings(config: TrainConfig, ranks: Ranks) -> None:
         raise ConfigError(
             f"rank {ranks.rank} has another {', '.join(different)} than rank 0", fix="give all ranks the same flags"
         )
-
-
-def unused_variables(environment: Mapping[str, str], num_ranks: int) -> str:
-    """A sentence about variables of Atropos' broadcast that have no effect here; "" if none is set.
-
-    >>> unused_variables({"NUM_INFERENCE_NODES": "0", "MASTER_PORT": "29500"}, 2)
-    'NUM_INFERENCE_NODES has no effect: the trainer finds the engine by --engine-url'
-    """
-    of_ranks = num_ranks > 1 or "WORLD_SIZE" in environment
-    names = [
-        name for name in BROADCAST_VARIABLES if name in environment and not (of_ranks and name.startswith("MASTER"))
-    ]
-    verb = "has" if len(names) == 1 else "have"
-    return f"{', '.join(names)} {verb} no effect: the trainer finds the engine by --engine-url" if names else ""
 
 
 def _rank_and_size(config: TrainConfig) -> tuple[int, int, int]:

@@ -221,6 +221,20 @@ def test_a_publish_waits_for_an_engine_when_there_is_none(folder, tmp_path, hub,
         assert engine.version == 2
 
 
+def test_training_waits_for_as_many_engines_as_were_asked_for(folder, tmp_path, hub, monkeypatch):
+    monkeypatch.setattr(fleet, "LOADING_S", 0.5)
+    monkeypatch.setenv("NUM_INFERENCE_NODES", "2")
+    port = free_port()
+    with serving(SmallEngine(folder)) as url:
+        urls = [url, f"http://127.0.0.1:{port}"]
+        with pytest.raises(SyncError, match="1 of 2 engines have joined this run within"):
+            Trainer(folder, tmp_path, hub, urls)
+        monkeypatch.setattr(fleet, "LOADING_S", 30.0)
+        with serving(SmallEngine(folder), port=port):
+            Trainer(folder, tmp_path, hub, urls).publish(0)
+            assert table(hub) == dict.fromkeys(urls, ("serving", 0))
+
+
 def test_an_engine_of_another_number_format_does_not_serve(folder, tmp_path, hub):
     good, other = SmallEngine(folder), SmallEngine(folder, dtype=torch.bfloat16)
     with serving(good) as good_url, serving(other) as other_url:

@@ -75,9 +75,9 @@ def stopped(engine):
         os.kill(engine.process.pid, signal.SIGCONT)
 
 
-def link_to(url, *, timeout_s=30.0, bucket_bytes=16 << 10, host=""):
+def link_to(url, *, timeout_s=30.0, bucket_bytes=16 << 10, host="", port=0):
     return WeightBroadcaster(
-        EngineLink(url, timeout_s), "gloo", host=host, timeout_s=timeout_s, bucket_bytes=bucket_bytes
+        EngineLink(url, timeout_s), "gloo", host=host, port=port, timeout_s=timeout_s, bucket_bytes=bucket_bytes
     )
 
 
@@ -95,8 +95,10 @@ def test_weights_arrive_exactly_and_a_trainer_can_join_again(engine):
             link.join(Weights(published))
         assert link.send(Weights(published)) == sum(w.nbytes for w in published.values())
         assert equal_bits(engine.weights(), published)
-    again = link_to(engine.url, bucket_bytes=1 << 20)  # all in one bucket
+    port = free_port()
+    again = link_to(engine.url, bucket_bytes=1 << 20, port=port)  # all in one bucket
     again.join(Weights(random_weights(3)))
+    assert again._store.port == port, "as MASTER_PORT says"
     again.send(Weights(random_weights(3)))
     assert equal_bits(engine.weights(), random_weights(3))
     with pytest.raises(SyncError, match="this engine is in no group with this trainer"):
