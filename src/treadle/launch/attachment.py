@@ -359,9 +359,10 @@ def _choose_weight_transfer(config: RunConfig, info: BridgeInfo) -> tuple[dict[s
 
 
 def check_live_folder(config: RunConfig, info: BridgeInfo) -> None:
-    """For modes that pass weights in files: refuse a folder outside of the engine's --adapter-root."""
+    """For modes that restart the engine from files: refuse a folder outside of its --adapter-root. In the other modes
+    the engine is sent files that it cannot load from there."""
     train = config.train
-    if not train.mode.uses_folder:
+    if not train.mode.restarts:
         return
     live, output = (train.live_path or train.save_path).resolve(), config.output.resolve()
     written = output if live.is_relative_to(output) else live

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 DELTA_FROM = "treadle_delta_from"
+COMPARED = (torch.bfloat16, torch.float16)  # number formats that are compared element by element
 INDICES, VALUES = "#indices", "#values"
 MAX_INT32_ELEMENTS = 2**31
 CHUNK = 1 << 24  # elements compared at a time, to bound the temporary memory

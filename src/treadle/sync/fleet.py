@@ -214,13 +214,14 @@ class FleetSync:
                     self._begin(member, published)
         proved = self._wait_until_proved(awaited, version)
         self._post_verdicts()
-        num_bytes = self._live.keep_newest(folder) * len(proved)
+        size, handed = self._live.keep_newest(folder), [m.handed for m in proved if m.handed is not None]
+        num_bytes = sum(one.num_bytes(size) for one in handed)
         log.info("fleet_published", version=version, engines=len(proved), seconds=time.monotonic() - started)
         return PublishResult(
             version=version,
             wait_s=0.0,
             write_s=time.monotonic() - saved,
-            hold_s=max((m.handed.held_s for m in proved if m.handed is not None), default=0.0),
+            hold_s=max((one.held_s for one in handed), default=0.0),
             num_bytes=num_bytes,
             verified=_worst(m.verified for m in proved if m.verified is not None),
         )

@@ -24,7 +24,7 @@ from treadle.background import in_background
 from treadle.config import TrainConfig
 from treadle.errors import ModelError
 from treadle.log import get_logger
-from treadle.sync.delta import DELTA_FROM, WeightUpdate, as_tensors, find_changes, set_weight, smaller_form
+from treadle.sync.delta import COMPARED, DELTA_FROM, WeightUpdate, as_tensors, find_changes, set_weight, smaller_form
 from treadle.sync.fingerprint import whole_fingerprint
 from treadle.sync.fleet import FleetSync
 from treadle.sync.layout import Layout
@@ -45,7 +45,6 @@ from treadle.sync.verify import Compared, ExpectedState, PublishVerifier
 from treadle.sync.version_files import AdapterFiles, WeightFiles
 from treadle.wire.bridge import BridgeInfo, RestartEngine, Updated
 
-COMPARED = (torch.bfloat16, torch.float16)  # delta: number formats that are compared element by element
 log = get_logger("sync")
 
 
@@ -89,7 +88,7 @@ class ReloadSync(_FileSync):
             wait_s=0.0,
             write_s=written - started,
             hold_s=handed.held_s,
-            num_bytes=self._live.keep_newest(folder),
+            num_bytes=handed.num_bytes(self._live.keep_newest(folder)),
             verified=verified,
         )
 
@@ -179,7 +178,7 @@ class LoraSwapSync(_FileSync):
         handed = self._files.hand_over(self._engine, folder, version)
         sent = time.monotonic()
         verified = self._verifier.verify(policy, version, handed.version, handed.adapter)
-        num_bytes = self._live.keep_newest(folder)
+        num_bytes = handed.num_bytes(self._live.keep_newest(folder))
         self._files.clean_up(self._engine, handed)
         return PublishResult(
             version=version,

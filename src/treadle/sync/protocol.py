@@ -144,6 +144,10 @@ _STILL_LOADING = 503
 T = TypeVar("T")
 
 
+class FolderNotUsable(SyncError):
+    """The engine does not see a folder, or may not load from it, and takes its files instead."""
+
+
 class EngineLink:
     """One HTTP client for all calls of a sync mode.
 
@@ -177,6 +181,14 @@ class EngineLink:
         content = msgspec.json.encode(body)
         return self._ask("POST", path, answer, content=content, timeout_s=self._timeout_s)
 
+    def post_bytes(self, path: str, content: bytes, answer: type[T], timeout_s: float) -> T:
+        return self._ask("POST", path, answer, content=content, timeout_s=timeout_s, kind="application/octet-stream")
+
+    @property
+    def timeout_s(self) -> float:
+        """Of a request that may take as long as a publish."""
+        return self._timeout_s
+
     def get(self, path: str, answer: type[T]) -> T:
         """Read something that the engine answers at once."""
         return self._ask("GET", path, answer, content=None, timeout_s=min(self._timeout_s, QUICK_S))
@@ -201,8 +213,17 @@ class EngineLink:
         except NoAnswer as error:
             return policy.check(error, "engine")
 
-    def _ask(self, method: str, path: str, answer: type[T], *, content: bytes | None, timeout_s: float) -> T:
-        headers = {} if content is None else {"Content-Type": "application/json"}
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        answer: type[T],
+        *,
+        content: bytes | None,
+        timeout_s: float,
+        kind: str = "application/json",
+    ) -> T:
+        headers = {} if content is None else {"Content-Type": kind}
         try:
             response = self._client.request(method, path, body=content, headers=headers, timeout_s=timeout_s)
         except LateAnswer:
@@ -223,6 +244,10 @@ class EngineLink:
             raise SyncError(
                 f"the engine at {self.url} refused {method} {path}: {said}",
                 fix=f"put its token into {TOKEN_VARIABLE}",
+            )
+        if response.status in (400, 404) and response.values.get("takes_files") is True:
+            raise FolderNotUsable(
+                f"the engine at {self.url} cannot load in {method} {path}: {said}", fix="its log says why"
             )
         if response.status == 404:
             raise SyncError(
@@ -306,7 +331,8 @@ def attach_adapters(config: TrainConfig, engine: EngineLink) -> AttachedModel:
 
 
 def choose_folder(config: TrainConfig, served: Path) -> Path:
-    """The folder of the model that training starts from: the one that the engine serves.
+    """The folder of the model that training starts from: the one that the engine serves, or on another machine the one
+    that --model names here.
 
     If an earlier run with this save_path restarted the engine, it serves trained weights, and --model is used instead.
     """
@@ -318,6 +344,9 @@ def choose_folder(config: TrainConfig, served: Path) -> Path:
                 fix="give --model the folder that training began with",
             )
         return requested
+    own = local_folder(config.model) if "model" in config.model_fields_set else None
+    if own is not None and not served.is_dir() and config.mode.uses_folder and not config.mode.restarts:
+        return own  # the proof of each publish compares the weights
     _check_same_model(config, served)
     if not served.is_dir():
         raise ConfigError(f"there is no folder {served}, which the engine serves", fix="give --model a folder")

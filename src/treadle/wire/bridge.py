@@ -99,11 +99,30 @@ class Fingerprints(msgspec.Struct, kw_only=True):
     fingerprints: dict[str, str]
 
 
-class ReloadWeights(msgspec.Struct, kw_only=True):
-    """POST /reload_weights: a folder on the engine's machine with safetensors of all weights, or the changed ones."""
+class SentFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that was sent to POST /bridge/files/FOLDER/NAME, for an engine that does not see the trainer's folder."""
+
+    name: Name
+    num_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class ReceivedPart(msgspec.Struct, kw_only=True):
+    """The answer to POST /bridge/files/FOLDER/NAME?offset=N&size=N, whose body is a part of the file."""
+
+    num_bytes: int  # of the file, so far
+
+
+SentFiles = Annotated[list[SentFile], msgspec.Meta(max_length=4096)]
+
+
+class ReloadWeights(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """POST /reload_weights: a folder on the engine's machine with safetensors of all weights, or the changed ones.
+    With `files`: the folder of that name that was sent to the engine."""
 
     path: FilePath | None = None  # None: the folder of the engine's model, where rl-max saves its weights
     policy_version: Version | None = None  # None: one more than now
+    files: SentFiles = []
 
 
 class RestartEngine(msgspec.Struct, kw_only=True):
@@ -165,12 +184,13 @@ class Received(msgspec.Struct, kw_only=True):
     seconds: float
 
 
-class LoadAdapter(msgspec.Struct, kw_only=True):
-    """POST /lora/load: requests that name no adapter are served by it from here on."""
+class LoadAdapter(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """POST /lora/load: requests that name no adapter are served by it from here on. `files`: see ReloadWeights."""
 
     adapter_path: FilePath
     adapter_name: Name | None = None  # None: the folder's name
     policy_version: Version | None = None  # None: the next one
+    files: SentFiles = []
 
 
 class LoadedAdapter(msgspec.Struct, kw_only=True):

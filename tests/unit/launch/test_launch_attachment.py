@@ -215,14 +215,16 @@ def test_an_engine_that_cannot_serve_the_run_is_refused(flags, info, says, fix) 
     assert fix in refused.value.fix
 
 
-def test_files_for_an_engine_must_lie_where_it_loads_from() -> None:
-    flags = {"engine_url": ENGINE, "train.weight_bridge_mode": "reload", "output": RUN.parent}
+def test_files_for_a_restart_must_lie_where_the_engine_loads_from() -> None:
+    flags = {"engine_url": ENGINE, "train.weight_bridge_mode": "none", "output": RUN.parent}
     config, elsewhere = plan_of(flags).config, msgspec.structs.replace(INFO, adapter_root="/elsewhere")
     attachment.check_live_folder(config, INFO)
     with pytest.raises(ConfigError, match="loads weights and adapters from /elsewhere only") as refused:
         attachment.check_live_folder(config, elsewhere)
     assert f"--adapter-root {RUN.parent}, " in refused.value.fix
     attachment.check_live_folder(plan_of(flags | {"train.live_path": "/elsewhere/live"}).config, elsewhere)
+    sent = plan_of(flags | {"train.weight_bridge_mode": "reload"}).config
+    attachment.check_live_folder(sent, elsewhere)  # it gets the files themselves
 
 
 def write_model(folder: Path, **config: object) -> Path:

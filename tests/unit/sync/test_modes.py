@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.unit.sync.small_engine import RELOAD_S, Faults, SmallEngine, serving
 from treadle.config import TrainConfig
 from treadle.errors import ConfigError, SyncError
 from treadle.sync.modes import SYNC_MODES, choose_sync
+from treadle.sync.protocol import choose_folder
 from treadle.train.optimizers import build_optimizer
 from treadle.train.policy import build_policy
 
@@ -210,6 +212,15 @@ def test_a_copy_of_the_served_model_is_the_same_model(folder, tmp_path):
     with serving(SmallEngine(folder)) as url:
         trainer = Trainer(shutil.copytree(folder, tmp_path / "copy"), tmp_path, url, weight_bridge_mode="reload")
         trainer.publish(0)
+
+
+def test_a_model_that_is_elsewhere_on_the_engines_machine_is_the_trainers_own(folder):
+    elsewhere = Path("/on/another/machine/tiny")
+    config = TrainConfig(model=str(folder), weight_bridge_mode="reload")
+    assert choose_folder(config, elsewhere) == folder
+    restarts = config.model_copy(update={"weight_bridge_mode": "none"})
+    with pytest.raises(ConfigError, match="the engine serves the model /on/another/machine/tiny"):
+        choose_folder(restarts, elsewhere)
 
 
 def test_an_engine_that_shares_no_memory_gets_a_broadcast_by_itself(folder, tmp_path):

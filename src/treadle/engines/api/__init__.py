@@ -79,6 +79,7 @@ def create_app(
                 yield
             finally:
                 context.remove_bridge_file()
+                context.received.close()
                 context.templates.close()
 
     context = ApiContext(

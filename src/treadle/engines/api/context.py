@@ -28,6 +28,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from treadle.chat_template import TemplateWorker
+from treadle.engines.api.received_files import ReceivedFiles
 from treadle.engines.interface import InferenceEngine
 from treadle.engines.model_folder import ADAPTER_FILES
 from treadle.errors import EngineError, RequestError, TreadleError, UserError
@@ -38,6 +39,7 @@ from treadle.net.prometheus_text import Histogram
 from treadle.net.server import json_answer, read_json
 from treadle.sync.gate import PUBLISHER_HEADER, Publisher
 from treadle.sync.layout import Layout
+from treadle.sync.model_folders import cache_folder
 from treadle.sync.shared_memory import remove_bridge_file, write_bridge_file
 
 _FIX = "let one trainer publish to one engine; for another run, start the engine again or POST /bridge/restart by hand"
@@ -139,6 +141,7 @@ class ApiContext:
     templates: TemplateWorker = field(default_factory=TemplateWorker)
     publishers: PublisherCheck = field(default_factory=PublisherCheck)
     engine_id: str = ""  # of this start of the process
+    received: ReceivedFiles = field(default_factory=lambda: ReceivedFiles(cache_folder() / "received"))
 
     async def encode_chat(
         self,
@@ -204,6 +207,15 @@ class NotFound(RequestError):
     """A path, a model or an adapter does not exist."""
 
 
+class FolderNotUsable(RequestError):
+    """This engine may not load from the folder, or there is none: a trainer sends its files instead. The answer says
+    so, as `takes_files`."""
+
+
+class FolderNotFound(NotFound, FolderNotUsable):
+    pass
+
+
 def route(path: str, handler: Handler, stats: RequestStats, *, method: str = "GET") -> Route:
     """A route that checks the caller's role, maps errors to responses, and counts requests."""
     roles = SAMPLERS if path in SAMPLING else EVERYBODY if method == "GET" else PUBLISHERS
@@ -214,7 +226,7 @@ def route(path: str, handler: Handler, stats: RequestStats, *, method: str = "GE
         try:
             response = await handler(http) if why is None else error_response(path, FORBIDDEN, why)
         except TreadleError as error:
-            response = error_response(path, http_status(error), str(error))
+            response = error_response(path, http_status(error), str(error), isinstance(error, FolderNotUsable))
         except ClientDisconnect:
             response = Response(status_code=CLIENT_LEFT)  # before its whole body had arrived
         stats.count(path, response.status_code, time.monotonic() - started)
@@ -230,8 +242,10 @@ def http_status(error: TreadleError) -> int:
     return 400 if isinstance(error, RequestError | UserError) else 503
 
 
-def error_response(path: str, status: int, message: str) -> Response:
-    return json_answer(error_body(message, status) if path.startswith(OPENAI_PREFIX) else {"error": message}, status)
+def error_response(path: str, status: int, message: str, takes_files: bool = False) -> Response:
+    if path.startswith(OPENAI_PREFIX):
+        return json_answer(error_body(message, status), status)
+    return json_answer({"error": message, **({"takes_files": True} if takes_files else {})}, status)
 
 
 def error_body(message: str, status: int) -> dict[str, object]:
@@ -276,7 +290,7 @@ def resolve_adapter_folder(path: str, root: Path) -> Path:
 def _check_inside(path: str, root: Path, targets: Iterable[Path]) -> None:
     for target in targets:
         if not Path(os.path.realpath(target)).is_relative_to(root):
-            raise RequestError(
+            raise FolderNotUsable(
                 f"{_cut(path)} is not in {root}, the folder from which this engine loads adapters and weights",
                 fix="save it there, or start the engine with another --adapter-root",
             )
@@ -290,8 +304,10 @@ def _resolved(path: str, base: Path) -> Path:
         raise _no_folder(path) from None
 
 
-def _no_folder(path: str) -> NotFound:
-    return NotFound(f"there is no folder {_cut(path)} on the engine's machine", fix="give a path that both sides see")
+def _no_folder(path: str) -> FolderNotFound:
+    return FolderNotFound(
+        f"there is no folder {_cut(path)} on the engine's machine", fix="give a path that both sides see"
+    )
 
 
 def _cut(path: str) -> str:

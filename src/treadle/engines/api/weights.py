@@ -1,6 +1,6 @@
 """Routes that change what the engine serves.
 
-/bridge/*, /reload_weights    let a trainer pause the engine, update its weights, and verify them
+/bridge/*, /reload_weights    let a trainer pause the engine, send files, update its weights, and verify them
 /lora/*                       load, unload and list LoRA adapters while serving; also vLLM's /v1/load_lora_adapter
 """
 
@@ -24,6 +24,7 @@ from treadle.engines.api.context import (
     resolve_weights_folder,
     route,
 )
+from treadle.engines.api.received_files import read_part
 from treadle.engines.interface import HOLD_TIMEOUT_S, check_takes_adapters
 from treadle.engines.model_folder import read_adapter_settings
 from treadle.errors import RequestError
@@ -40,6 +41,7 @@ from treadle.wire.bridge import (
     LoadAdapter,
     LoadedAdapter,
     Pause,
+    ReceivedPart,
     ReceiveWeights,
     ReloadWeights,
     RestartEngine,
@@ -80,10 +82,12 @@ class BridgeRoutes:
             "/bridge/restart": self.restart,
             "/reload_weights": self.reload_weights,
         }
+        files = "/bridge/files/{folder}/{name}"  # a transfer does not end a limited pause
         stats = self._context.stats
         return [
             *(route(path, handler, stats) for path, handler in reads.items()),
             *(route(path, self._ending_pause(handler), stats, method="POST") for path, handler in changes.items()),
+            route(files, self.receive_file, stats, method="POST"),
         ]
 
     def _ending_pause(self, handler: Handler) -> Handler:
@@ -190,13 +194,27 @@ class BridgeRoutes:
 
     async def reload_weights(self, http: HttpRequest) -> Response:
         body, started = await decode(http, ReloadWeights), time.monotonic()
-        path = str(self._context.model_folder) if body.path is None else body.path
-        folder = await asyncio.to_thread(
-            resolve_weights_folder, path, self._context.adapter_root, self._context.model_folder
-        )
-        with self._context.publishers.authorize(http):
+        path, context = str(self._context.model_folder) if body.path is None else body.path, self._context
+        if body.files:
+            with context.publishers.authorize(http):
+                async with context.received.taken(path, body.files) as folder:
+                    held_s = await self._engine.reload(folder, body.policy_version)
+            return await self._updated(started, held_s)
+        folder = await asyncio.to_thread(resolve_weights_folder, path, context.adapter_root, context.model_folder)
+        with context.publishers.authorize(http):
             held_s = await self._engine.reload(folder, body.policy_version)
         return await self._updated(started, held_s)
+
+    async def receive_file(self, http: HttpRequest) -> Response:
+        """A part of a file of a published version; `files` of /reload_weights and /lora/load name what was sent."""
+        part = read_part(http.path_params["folder"], http.path_params["name"], http.query_params)
+        with self._context.publishers.authorize(http):
+            data = bytearray()
+            async for chunk in http.stream():
+                data += chunk
+                part.check_length(len(data))
+            num_bytes = await asyncio.to_thread(self._context.received.write, part, data)
+        return json_answer(ReceivedPart(num_bytes=num_bytes))
 
     async def restart(self, http: HttpRequest) -> Response:
         body, started = await decode(http, RestartEngine), time.monotonic()
@@ -277,8 +295,16 @@ class AdapterRoutes:
         )
 
     async def load(self, http: HttpRequest) -> Response:
-        body, started = await decode(http, LoadAdapter), time.monotonic()
-        path = self._folder(body.adapter_path)
+        body, context = await decode(http, LoadAdapter), self._context
+        if not body.files:
+            return await self._load(http, body, self._folder(body.adapter_path))
+        check_takes_adapters(self._engine.facts)
+        with context.publishers.authorize(http):
+            async with context.received.taken(body.adapter_path, body.files) as path:
+                return await self._load(http, body, path)
+
+    async def _load(self, http: HttpRequest, body: LoadAdapter, path: Path) -> Response:
+        started = time.monotonic()
         settings = await asyncio.to_thread(read_adapter_settings, path)
         name = self._new_name(body.adapter_name or path.name)
         with self._context.publishers.authorize(http):
