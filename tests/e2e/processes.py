@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -33,10 +33,11 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(verb: str, *flags: str, log: Path) -> Iterator[subprocess.Popen]:
+def running(verb: str, *flags: str, log: Path, inside: Sequence[str] = ()) -> Iterator[subprocess.Popen]:
+    """`inside`: a command that becomes the one that is appended to it."""
     with log.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "treadle", verb, *flags], stdout=output, stderr=output, env=environment()
+            [*inside, sys.executable, "-m", "treadle", verb, *flags], stdout=output, stderr=output, env=environment()
         )
     try:
         yield process
@@ -47,6 +48,16 @@ def running(verb: str, *flags: str, log: Path) -> Iterator[subprocess.Popen]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def without_folder(folder: Path) -> list[str] | None:
+    """Words before a command that let it see an empty folder there, as on a machine without a shared disk; None where
+    this user may not (it needs mount namespaces)."""
+    words = ["unshare", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(folder)]
+    try:
+        return words if subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0 else None
+    except FileNotFoundError:
+        return None
 
 
 def wait_until_healthy(url: str, process: subprocess.Popen, log: Path, timeout_s: float = 90) -> None:

@@ -1,10 +1,11 @@
 """Three real engines, one killed again and again while two join and leave: no group is lost, trained twice, or sampled
-by an engine that had not proved its version."""
+by an engine that had not proved its version. One that joins does not see the folder of the run."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 import sqlite3
 import subprocess
@@ -20,20 +21,33 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.processes import end_of, environment, free_port, running
+from tests.e2e.processes import end_of, environment, free_port, running, without_folder
 from tests.e2e.runs import command, metrics_of, newest_run
 from tests.tiny_model import write_tiny_model
 
 # Strictly on-policy (max_age 0): the trainer computes the logprob of every trained token under the weights that it
 # published last, so a token of any other weights shows as a difference.
 SETTINGS = (
-    "--env.name", "echo", "--env.task", "digits", "--env.group-size", "16", "--env.max-token-length", "2",
-    "--env.num-eval", "0", "--train.batch-size", "160", "--train.lr", "2e-3", "--train.checkpoint-interval", "0",
+    "--env.task", "", "--env.group-size", "16", "--env.max-token-length", "2", "--env.num-eval", "0",
+    "--train.batch-size", "160", "--train.lr", "2e-3", "--train.checkpoint-interval", "0",
     "--engine.dtype", "float32", "--engine.max-num-seqs", "160", "--max-age", "0", "--plain",
     "--steps", "100000", "--engines", "3",
 )  # fmt: skip
 LARGEST_DIFFERENCE = 1e-3  # of logprobs in float32
+PAUSED_ECHO = """
+import time
+from treadle.envs import environment
+from treadle.envs.tasks.arithmetic import Echo
+
+@environment("paused_echo")
+class PausedEcho(Echo):
+    def train_item(self, index):
+        time.sleep({pause_s})
+        return super().train_item(index)
+"""
+OWN = frozenset({"engine", "engine-1", "engine-2"})  # that the run starts
 READY_S = 120.0
+BUSY_S = 5.0
 OUTPUT = "launcher.log"
 
 
@@ -45,8 +59,10 @@ class Fleet:
     folder: Path
     process: subprocess.Popen[bytes]
     seen: list[tuple[float, int, int]] = field(default_factory=list)  # (seconds, engines that serve, steps)
+    serving: frozenset[str] = frozenset()  # names of engines, when they were seen last
     served: set[str] = field(default_factory=set)  # names of engines, and ids, that ever served
     killed: list[str] = field(default_factory=list)
+    num_killed_busy: int = 0  # while they had requests
 
     def engines(self) -> list[dict[str, Any]]:
         return httpx.get(f"{self.hub_url}/v1/engines", timeout=10).json()["engines"]
@@ -54,6 +70,7 @@ class Fleet:
     def look(self) -> None:
         assert self.process.poll() is None, end_of(self.folder / OUTPUT)
         serving = [row for row in self.engines() if row["state"] == "serving"]
+        self.serving = frozenset(row["name"] for row in serving)
         self.served |= {row[key] for row in serving for key in ("name", "engine_id")}
         step = httpx.get(f"{self.hub_url}/v1/status", timeout=10).json()["step"]
         self.seen.append((time.monotonic(), len(serving), step))
@@ -74,15 +91,12 @@ class Fleet:
             except httpx.TransportError:  # the hub starts
                 time.sleep(0.5)
 
-    @property
-    def num_serving(self) -> int:
-        return self.seen[-1][1] if self.seen else 0
-
     def kill_one(self) -> None:
-        """kill -9 of one of the engines that the run started and that serve, in turn."""
-        self.wait_until(lambda: self.num_serving >= 2, "two engines that serve")
-        serving = [row["name"] for row in self.engines() if row["state"] == "serving"]
+        """kill -9 of one of the engines that the run started and that serve, in turn, while it generates."""
+        self.wait_until(lambda: len(self.serving) >= 2, "two engines that serve")
+        serving = {row["name"]: row["url"] for row in self.engines() if row["state"] == "serving"}
         name = min((name for name in serving if name.startswith("engine")), key=self.killed.count)
+        self.num_killed_busy += is_soon_busy(serving[name])
         for child in psutil.Process(self.process.pid).children():
             with suppress(psutil.Error):  # one that was killed, and is not started again yet
                 words = child.cmdline()
@@ -90,38 +104,56 @@ class Fleet:
                     child.kill()
                     self.killed.append(name)
 
-    def rates(self) -> dict[int, float]:
-        """Steps per second by the number of engines that served."""
+    def rates(self) -> str:
+        """Steps per second by the number of engines that served, as a table."""
         seconds: dict[int, float] = defaultdict(float)
         steps: dict[int, int] = defaultdict(int)
         for (began, serving, step), (ended, _, later) in zip(self.seen, self.seen[1:], strict=False):
             seconds[serving] += ended - began
             steps[serving] += later - step
-        return {serving: steps[serving] / seconds[serving] for serving in sorted(seconds)}
+        rows = [f"{n:7} {seconds[n]:7.0f} {steps[n]:5} {steps[n] / seconds[n]:7.2f}" for n in sorted(seconds)]
+        return "\n".join(["engines seconds steps steps/s", *rows])
 
 
-def join(fleet: Fleet, name: str, stack: ExitStack) -> ExitStack:
+def is_soon_busy(url: str) -> bool:
+    """Return as soon as the engine has requests, but within BUSY_S."""
+    deadline = time.monotonic() + BUSY_S
+    with httpx.Client(timeout=10) as client:
+        while time.monotonic() < deadline:
+            if re.search(r"engine_requests_running [1-9]", client.get(f"{url}/metrics").text):
+                return True
+            time.sleep(0.01)
+    return False
+
+
+def join(fleet: Fleet, name: str, stack: ExitStack, *, sees_run: bool) -> ExitStack:
     """Another engine on this machine, which leaves when the returned stack is closed."""
-    leaving = stack.enter_context(ExitStack())
-    flags = ("--join", fleet.hub_url, "--port", str(free_port()), "--name", name)
-    leaving.enter_context(running("engine", *flags, log=fleet.folder / f"{name}.log"))
+    leaving, flags = stack.enter_context(ExitStack()), ["--join", fleet.hub_url, "--name", name]
+    flags += ["--port", str(free_port())]
+    hidden = None if sees_run else without_folder(fleet.folder)
+    if not sees_run and hidden is None:
+        flags += ["--adapter-root", str(fleet.folder.parent / "tiny")]
+    leaving.enter_context(running("engine", *flags, log=fleet.folder / f"{name}.log", inside=hidden or ()))
     return leaving
 
 
-def disturb(folder: Path, *, num_kills: int, every_s: float) -> Fleet:
-    """Run a fleet, kill one engine after the other, let two more join and leave, and end with Ctrl-C."""
+def disturb(folder: Path, *, num_kills: int, every_s: float, pause_s: float) -> Fleet:
+    """Run a fleet, kill one engine after the other, let two more join and leave, and end with Ctrl-C. `pause_s`: that
+    the environment sleeps for each prompt, to leave the processors to engines that start."""
     model, hub_port = write_tiny_model(folder / "tiny"), free_port()
+    task = folder / "paused_echo.py"
+    task.write_text(PAUSED_ECHO.format(pause_s=pause_s))
     # A port of its own: other runs take the default ones while an engine is dead.
     ports = ("--hub.port", str(hub_port), "--engine.port", str(free_port()))
-    words = command(folder / "runs", "--model", str(model), *SETTINGS, *ports)
+    words = command(folder / "runs", "--model", str(model), "--env.name", str(task), *SETTINGS, *ports)
     (folder / "runs").mkdir()
     with (folder / "runs" / OUTPUT).open("wb") as output:
         process = subprocess.Popen(words, stdout=output, stderr=output, env=environment())
     fleet = Fleet(f"http://127.0.0.1:{hub_port}", folder / "runs", process)
     try:
         with ExitStack() as stack:
-            fleet.wait_until(lambda: fleet.num_serving == 3, "three engines that serve")
-            joined = [join(fleet, "joined-1", stack), join(fleet, "joined-2", stack)]
+            fleet.wait_until(lambda: fleet.serving == OWN, "three engines that serve")
+            joined = [join(fleet, name, stack, sees_run=name == "joined-1") for name in ("joined-1", "joined-2")]
             for number in range(num_kills):
                 fleet.kill_one()
                 fleet.watch(every_s)
@@ -129,7 +161,8 @@ def disturb(folder: Path, *, num_kills: int, every_s: float) -> Fleet:
                     joined[0].close()
             fleet.wait_until(lambda: {"joined-1", "joined-2"} <= fleet.served, "engines that have joined")
             joined[0].close()
-            fleet.wait_until(lambda: fleet.num_serving == 4, "return of all three, beside the one that has stayed")
+            stays = OWN | {"joined-2"}
+            fleet.wait_until(lambda: fleet.serving == stays, "return of all three, beside the one that has stayed")
             joined[1].close()
             fleet.watch(3.0)
         process.send_signal(signal.SIGINT)
@@ -164,16 +197,20 @@ def assert_all_sampled_from_proved_weights(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_kills", "every_s"),
-    [(5, 8.0), pytest.param(20, 30.0, marks=pytest.mark.full, id="ten minutes")],
+    ("num_kills", "every_s", "pause_s"),
+    [(3, 2.0, 0.1), pytest.param(20, 30.0, 0.0, marks=pytest.mark.full, id="ten minutes")],
     ids=["one minute", "ten minutes"],
 )
-def test_a_fleet_loses_no_group_while_engines_die_and_join(tmp_path, num_kills, every_s):
-    fleet = disturb(tmp_path, num_kills=num_kills, every_s=every_s)
+def test_a_fleet_loses_no_group_while_engines_die_and_join(tmp_path, num_kills, every_s, pause_s):
+    fleet = disturb(tmp_path, num_kills=num_kills, every_s=every_s, pause_s=pause_s)
     run = newest_run(fleet.folder)
     num_starts = len({name for name in fleet.served if len(name) == 16})
-    print(f"killed {fleet.killed}; {num_starts} starts served; steps per second {fleet.rates()}")
+    print(f"killed {fleet.killed}, {fleet.num_killed_busy} with requests; {num_starts} starts served\n{fleet.rates()}")
     assert len(fleet.killed) == num_kills
+    assert fleet.num_killed_busy >= num_kills / 2
     assert num_starts == 3 + 2 + num_kills, "each that was killed has served again"
+    sent = [line for line in (run / "logs" / "trainer.log").read_text().splitlines() if " files_sent " in line]
+    print(f"{len(sent)} transfers to the engine that does not see the run, the last: {sent[-1:]}")
+    assert sent, "weights reached it over the network"
     assert_nothing_lost_or_doubled(run)
     assert_all_sampled_from_proved_weights(run)
