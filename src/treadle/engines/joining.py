@@ -42,11 +42,10 @@ def with_settings_of_run(config: EngineConfig) -> EngineConfig:
     ):  # those that treadle run starts have all settings, and the hub may be starting too
         rows = sorted(fetch_table(config.join).engines, key=lambda entry: _BEST_FIRST.index(entry.state))
         peers = [entry.served for entry in rows if entry.served is not None]
-        if not peers and not given.issuperset({"model", "adapter_root"}):
+        if not peers and "model" not in given:
             raise ConfigError(
                 f"no engine reports to the hub at {shown_url(config.join)}, so the run's settings are unknown",
-                fix="give --model, --adapter-root (the run's folder, where its trainer saves weights) and the other "
-                "settings of the run here, or wait until another engine has joined",
+                fix="give --model and the other settings of the run here, or wait until another engine has joined",
             )
         values |= {key: value for peer in peers[:1] for key, value in _settings_of(peer).items() if key not in given}
     model = values.get("model", "")

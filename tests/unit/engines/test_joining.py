@@ -56,9 +56,9 @@ def test_without_another_engine_the_model_and_the_folder_of_weights_must_be_give
     monkeypatch.setattr(joining, "fetch_table", lambda _: Engines(engines=[]))
     with pytest.raises(ConfigError, match="no engine reports to the hub") as refused:
         with_settings_of_run(EngineConfig(join="http://127.0.0.1:8000", model=str(tmp_path)))
-    assert "--adapter-root" in refused.value.fix
-    given = EngineConfig(join="http://127.0.0.1:8000", model=str(tmp_path), adapter_root=tmp_path)
-    assert with_settings_of_run(given).adapter_root == tmp_path
+    assert "--model" in refused.value.fix
+    given = EngineConfig(join="http://127.0.0.1:8000", model=str(tmp_path))
+    assert with_settings_of_run(given).model == str(tmp_path)
 
 
 def test_a_model_that_is_not_on_this_machine_is_refused(hub, tmp_path):
