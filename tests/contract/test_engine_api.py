@@ -146,6 +146,37 @@ def test_a_list_of_prompts_is_answered_by_a_list(api):
     check_against_plain(api, answers[0])
 
 
+def test_what_a_router_adds_to_a_body_changes_nothing(api):
+    """smg 1.13.0 sends these with every body of /generate."""
+    added = {
+        "model": "unknown", "stream": False, "log_metrics": True, "no_logs": False, "background": False,
+        "return_text_in_logprobs": False, "return_bytes": False, "return_entropy": False,
+    }  # fmt: skip
+    body = {"input_ids": PROMPT, "max_tokens": 12, "logprobs": 0, "ignore_eos": True, "seed": 7}
+    plain = api.generate(seed=7)
+    for more in (added, added | {"model": api.model_name}):
+        answer = api.post("/generate", **body, **more)
+        assert answer.status_code == 200, answer.text
+        assert [answer.json()[key] for key in ("token_ids", "engine_id")] == [plain["token_ids"], plain["engine_id"]]
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"prompt": "hi", "background": True}, "not offered"),
+        ({"prompt": "hi", "return_entropy": True}, "not offered"),
+        ({"prompt": "hi", "input_ids": PROMPT}, "either prompt or input_ids"),
+        ({}, "either prompt or input_ids"),
+        ({"prompt": "hi", "input_embeds": [[0.5]]}, "input_embeds"),
+        ({"prompt": "hi", "model": "another"}, "there is no model 'another'"),
+    ],
+)
+def test_what_a_router_passes_on_and_we_lack_is_refused(api, body, why):
+    answer = api.post("/generate", **body)
+    assert answer.status_code in (400, 404)
+    assert why in answer.json()["error"]
+
+
 @pytest.mark.parametrize(
     ("body", "why"),
     [

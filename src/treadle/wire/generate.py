@@ -2,7 +2,7 @@
 
 Our additions to OpenAI's fields: `min_p`, `top_k`, `ignore_eos`, `stop_token_ids`, `return_token_ids`,
 `chat_template_kwargs`, and `policy_version(s)`, `token_ids`, `prompt_token_ids` in answers. A field
-that is not listed is refused by name.
+that is not listed is refused by name. `RoutedFields` are those that the router smg adds to a body.
 """
 
 from __future__ import annotations
@@ -33,10 +33,28 @@ class Wave(msgspec.Struct, kw_only=True):
     index: int
 
 
-class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+UNKNOWN_MODEL = "unknown"  # what smg writes into a body of /generate that names no model
+
+
+class RoutedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Fields that smg adds to every body of POST /generate."""
+
+    model: FilePath | None = None  # also an adapter, as in OpenAI's API
+    # Taken, and without effect on the answer.
+    log_metrics: bool = True
+    no_logs: bool = False
+    # Taken only with the value that changes nothing.
+    return_text_in_logprobs: bool = False
+    background: bool = False
+    return_bytes: bool = False
+    return_entropy: bool = False
+
+
+class GenerateRequest(RoutedFields, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Unknown sampling fields are refused by name, never ignored."""
 
-    prompt: Prompt | list[Prompt]
+    prompt: Prompt | list[Prompt] | None = None
+    input_ids: list[int] | None = None  # in place of `prompt`: routers choose an engine by its first tokens
     n: int = 1
     max_tokens: int = 16
     temperature: float = 1.0  # below MIN_TEMPERATURE: as 0, the likeliest token

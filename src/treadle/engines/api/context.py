@@ -162,6 +162,15 @@ class ApiContext:
         self._check_length(rendered)
         return tokenizer.encode(rendered, add_special_tokens=False)
 
+    def adapter_named(self, model: str | None) -> str | None:
+        """The adapter that the `model` of a request names; None: the base model."""
+        folder = self.engine.facts.folder
+        if model is None or model in (self.model_name, str(folder), folder.name):
+            return None
+        if any(adapter.name == model for adapter in self.engine.adapters()):
+            return model
+        raise NotFound(f"there is no model '{model}' here", fix="GET /v1/models lists what there is")
+
     def encode(self, prompt: str) -> list[int]:
         """Token ids of a prompt; refuses one that cannot fit."""
         self._check_length(prompt)

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -32,6 +32,7 @@ from treadle.wire.generate import (
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MIN_TEMPERATURE,
+    UNKNOWN_MODEL,
     EngineHealth,
     GenerateAnswer,
     GenerateChunk,
@@ -171,6 +172,8 @@ def generate_routes(context: ApiContext) -> list[Route]:
         body = await decode(http, GenerateRequest)
         prompts = _prompts(body)
         options = GenerationOptions(**{field.name: getattr(body, field.name) for field in fields(GenerationOptions)})
+        if options.adapter is None and body.model != UNKNOWN_MODEL:
+            options = replace(options, adapter=context.adapter_named(body.model))
         encoded = [context.encode(p) if isinstance(p, str) else p.get("prompt_token_ids") for p in prompts]
         requests = [build_request(ids, options, engine.facts) for ids in encoded]
         if body.stream:
@@ -220,6 +223,14 @@ def generate_routes(context: ApiContext) -> list[Route]:
 
 
 def _prompts(body: GenerateRequest) -> list[Prompt]:
+    if body.return_text_in_logprobs or body.background or body.return_bytes or body.return_entropy:
+        raise RequestError(
+            "return_text_in_logprobs, background, return_bytes and return_entropy are not offered", fix="leave them out"
+        )
+    if (body.prompt is None) == (body.input_ids is None):
+        raise RequestError("a request has either prompt or input_ids", fix="give one of them")
+    if body.prompt is None:
+        return [{"prompt_token_ids": body.input_ids}]
     prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if not 0 < len(prompts) <= MAX_PROMPTS:
         raise RequestError(f"a list must hold 1 to {MAX_PROMPTS} prompts, not {len(prompts)}")

@@ -17,7 +17,6 @@ from starlette.routing import Route
 from treadle.engines.api.context import (
     CLIENT_LEFT,
     ApiContext,
-    NotFound,
     decode,
     error_body,
     http_status,
@@ -290,18 +289,8 @@ def _options(context: ApiContext, body: Sampling, *, max_tokens: int, logprobs: 
         stop_token_ids=body.stop_token_ids,
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
-        adapter=_adapter(context, body.model),
+        adapter=context.adapter_named(body.model),
     )
-
-
-def _adapter(context: ApiContext, model: str | None) -> str | None:
-    """The adapter that `model` names; None: the base model."""
-    folder = context.engine.facts.folder
-    if model is None or model in (context.model_name, str(folder), folder.name):
-        return None
-    if any(adapter.name == model for adapter in context.engine.adapters()):
-        return model
-    raise NotFound(f"there is no model '{model}' here", fix="GET /v1/models lists what there is")
 
 
 def _prompts(context: ApiContext, prompt: str | list[Any]) -> list[list[int]]:
