@@ -23,6 +23,7 @@ import treadle.launch.folder
 import treadle.launch.matrix
 import treadle.launch.top
 import treadle.report.page
+import treadle.router.process
 import treadle.train
 from tests.doc_pages import ROOT, Command
 from treadle import cli
@@ -44,6 +45,7 @@ MANY_GPUS = MachineFacts(num_cores=8, has_shared_memory=True, has_gpu=True, gpus
 # What starts something, by the name under which the command line finds it.
 _STARTS = (
     (treadle.launch, "resume"), (treadle.hub.process, "serve"), (treadle.engines, "serve"), (treadle.train, "main"),
+    (treadle.router.process, "serve"),
     (treadle.launch.folder, "newest_run"), (treadle.export, "export_merged"), (treadle.export, "export_gguf"),
     (treadle.export, "push"), (treadle.launch.chat_command, "talk"),
     (treadle.launch.top, "watch_run"), (treadle.launch.dash_command, "show_page"),
@@ -57,6 +59,7 @@ _VERBS = frozenset(
         "plan",
         "hub",
         "engine",
+        "router",
         "env",
         "train",
         "dash",

@@ -29,6 +29,7 @@ VERBS = {
     "plan": "say how much memory a run would take, whether it fits, and what would make it fit",
     "hub": "serve the rollout API (also installed as run-api)",
     "engine": "serve a model",
+    "router": "serve one address for several engines",
     "env": "run an environment: treadle env NAME [serve|process|evaluate|validate]",
     "train": "run the trainer",
     "dash": "open the page of a run, or of a folder of runs",
@@ -196,6 +197,14 @@ def _engine(words: list[str]) -> int:
     return 0
 
 
+def _router(words: list[str]) -> int:
+    run = _one_section("router", words)
+    from treadle.router.process import serve
+
+    serve(run.router)
+    return 0
+
+
 def _train(words: list[str]) -> int:
     from treadle.config.atropos import drop_without_effect
 
@@ -348,7 +357,8 @@ def _token(words: list[str]) -> int:
 
 
 _HANDLERS: dict[str, Callable[[list[str]], int]] = {
-    "run": _run, "matrix": _matrix, "plan": _plan, "hub": _hub, "engine": _engine, "env": _env, "train": _train,
+    "run": _run, "matrix": _matrix, "plan": _plan,
+    "hub": _hub, "engine": _engine, "router": _router, "env": _env, "train": _train,
     "chat": _chat, "export": _export, "dash": _dash, "top": _top,
     "doctor": _doctor, "report": _report, "token": _token,
 }  # fmt: skip

@@ -106,6 +106,17 @@ GUIDES = MappingProxyType({
             "vLLM": ("--vllm-python", "--gpu-memory-utilization", "--tensor-parallel-size", "--vllm-args"),
         },
     ),
+    "router": Guide(
+        usage="[--hub-url URL] [--port N] [FLAG VALUE ...]",
+        about="Serve one address for the engines in a hub's table that have proved their weights (smg, extra fleet): "
+        "requests go to an engine by load and prefix. treadle run --router smg starts it.",
+        examples={
+            "treadle router": "the engines of the hub at 127.0.0.1:8000, on 127.0.0.1:9000",
+            "treadle router --hub-url http://127.0.0.1:8010 --port 9010": "those of another hub",
+            "treadle router --host 0.0.0.0": "for other machines, with the engines' token in TREADLE_ENGINE_TOKEN",
+        },
+        flags={"where": ("--hub-url", "--host", "--port", "--config")},
+    ),
     "env": Guide(
         usage="NAME [serve|process|evaluate|validate] [FLAG VALUE ...]",
         about="Run an environment: a built-in one by its name (arithmetic, gsm8k, ...), verifiers:NAME, or the path of "

@@ -62,6 +62,11 @@ class ServerConfig(Section):
         "empty: $TREADLE_ENGINE_TOKEN, which process lists do not show",
     )
     timeout: Seconds = option(1200.0, "seconds to wait for one completion")
+    router_url: str = option(
+        "",
+        "with base_url hub: URL of the router that requests go through (treadle router); answers are still checked "
+        "against the hub's table; empty: each request goes to an engine directly",
+    )
 
     @model_validator(mode="after")
     def _a_key_for_each(self) -> ServerConfig:

@@ -20,7 +20,7 @@ from treadle.config.schema import RunConfig
 from treadle.config.section import spellings_of
 
 WHOLE_RUN = ("run", "matrix", "plan", "doctor")  # verbs that take the flags of all sections, with dots
-VERB_OF_SECTION = {"hub": "hub", "engine": "engine", "train": "train", "env": "env", "openai": "env"}
+VERB_OF_SECTION = {name: name for name in ("hub", "engine", "router", "train", "env")} | {"openai": "env"}
 _OF_RUN_ALONE = frozenset(("resume", "plain", "open", "fit", "dry-run"))
 _OF_OTHERS = {
     "chat": frozenset(("message", "temperature", "max-tokens")),

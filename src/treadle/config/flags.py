@@ -296,6 +296,10 @@ def add_run_flags(parser: FlagParser, words: Sequence[str]) -> None:
         "--envs.0.X for the first",
     )  # fmt: skip
     parser.add_argument(
+        "--router", dest="router.kind", default=argparse.SUPPRESS, metavar="NAME",
+        help="what requests to several engines go through: none, smg",
+    )  # fmt: skip
+    parser.add_argument(
         "--on", dest="cluster.scheduler", default=argparse.SUPPRESS, metavar="NAME",
         help=f"where it runs: {', '.join(get_args(Scheduler))}",
     )  # fmt: skip

@@ -33,6 +33,7 @@ from treadle.config.section import (
 from treadle.config.sync import Quantization
 from treadle.config.train import TrainConfig
 from treadle.errors import ConfigError
+from treadle.net.address import is_loopback_host
 from treadle.wire.generate import MIN_TEMPERATURE
 
 _NVIDIA = Path("/dev/nvidiactl")  # exists where a process can use an NVIDIA GPU
@@ -157,8 +158,35 @@ class EngineConfig(Section):
         return self
 
 
+class RouterConfig(Section):
+    """The router process: one address for several engines."""
+
+    kind: Literal["none", "smg"] = option(
+        "none",
+        "treadle run starts this router in front of several engines (extra fleet); also --router; none: environments "
+        "choose engines themselves",
+    )
+    host: str = shared("host", "that of the engines, in $TREADLE_ENGINE_TOKEN")
+    port: Port = option(9000, "port to listen on")
+    hub_url: str = shared("hub_url", "requests go to the engines in its table that have proved their weights")
+
+    def check_access(self, token: str) -> None:
+        """Refuse an address that other machines can reach if there is no token."""
+        if not token and not is_loopback_host(self.host):
+            raise ConfigError(
+                f"the router listens on {self.host or 'every address'} and needs a token, that of the engines",
+                fix="--engine.token-file FILE (made when it is not there), or --router.host 127.0.0.1",
+            )
+
+
 # The sections that each process of a run reads, its own first.
-SECTIONS_OF_PROCESS = {"hub": ("hub",), "engine": ("engine",), "env": ("env", "envs", "openai"), "trainer": ("train",)}
+SECTIONS_OF_PROCESS = {
+    "hub": ("hub",),
+    "engine": ("engine",),
+    "router": ("router",),
+    "env": ("env", "envs", "openai"),
+    "trainer": ("train",),
+}
 
 
 class RunConfig(Section):
@@ -193,6 +221,7 @@ class RunConfig(Section):
     )
     hub: HubConfig = HubConfig()
     engine: EngineConfig = EngineConfig()
+    router: RouterConfig = RouterConfig()
     openai: ServerConfig = ServerConfig()
     env: EnvConfig = EnvConfig()
     envs: tuple[EnvConfig, ...] = ()  # several environments: [[env]] tables; `env` then means nothing
@@ -236,6 +265,10 @@ class RunConfig(Section):
         return len(self.engine_url) > 1 if self.engine_url else self.engines != 1
 
     @property
+    def has_router(self) -> bool:
+        return self.router.kind != "none"
+
+    @property
     def first_engine_url(self) -> str:
         """Of the engines that run already; "" if the run starts its own."""
         return self.engine_url[0] if self.engine_url else ""
@@ -259,6 +292,11 @@ class RunConfig(Section):
             raise ConfigError(
                 f"weight_bridge_mode {self.train.weight_bridge_mode} publishes to one engine, and this run has several",
                 fix="--train.weight-bridge-mode reload, or lora_only",
+            )
+        if self.has_router and not self.has_fleet:
+            raise ConfigError(
+                "a router is for several engines, and this run has one",
+                fix="--engines 2 (or more, or 0), or drop --router",
             )
         for env, whose in self._named_envs():
             if env.temperature < MIN_TEMPERATURE:

@@ -89,7 +89,7 @@ SHARED_BY: dict[str, tuple[str, ...]] = {
     "model": ("engine.model", "train.model", "openai.model"),
     "steps": ("train.steps",),
     "seed": ("env.seed", "train.seed"),
-    "hub_url": ("engine.hub_url", "env.hub_url", "train.hub_url"),
+    "hub_url": ("engine.hub_url", "router.hub_url", "env.hub_url", "train.hub_url"),
     "engine_url": ("train.engine_url", "openai.base_url"),
     "max_age": ("env.max_age", "train.max_age"),
 }

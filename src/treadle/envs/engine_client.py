@@ -21,6 +21,7 @@ from treadle.wire.bridge import TOKEN_VARIABLE
 from treadle.wire.generate import EngineHealth, GenerateAnswer, GenerateRequest, Wave
 
 COMPLETION_LATE_S = 900.0  # without any finished completion the watchdog reports the engine
+ROUTING_KEY_HEADER = "X-SMG-Routing-Key"  # a router sends requests with the same key to the same engine
 _NOT_FOUND = 404
 
 
@@ -81,7 +82,9 @@ class EngineClient(AbstractAsyncContextManager["EngineClient"]):
         retry_policy: RetryPolicy | None = None,
         transport: HttpClient | None = None,
         waits: Waits | None = None,
+        is_router: bool = False,
     ) -> None:
+        """`is_router`: the URL is that of a router in front of engines, which reads the prompt to choose one."""
         if config.server_type != "vllm":
             raise ConfigError(
                 f"server type '{config.server_type}' returns no token ids, which training needs",
@@ -89,6 +92,7 @@ class EngineClient(AbstractAsyncContextManager["EngineClient"]):
             )
         (url,) = config.base_url
         self.url = shown_url(url)
+        self._is_router = is_router
         self._retry_policy = retry_policy or RetryPolicy(give_up_after_s=config.timeout)
         self._waits = waits or Waits()
         self._completion = WaitSpec(
@@ -135,8 +139,10 @@ class EngineClient(AbstractAsyncContextManager["EngineClient"]):
         wave: Wave | None = None,
     ) -> EngineResult:
         """Sample `n` completions of one prompt. `conversation` is for a choice among several engines."""
+        ids = list(prompt_token_ids)
         request = GenerateRequest(
-            prompt={"prompt_token_ids": list(prompt_token_ids)},
+            prompt=None if self._is_router else {"prompt_token_ids": ids},
+            input_ids=ids if self._is_router else None,
             n=n,
             max_tokens=max_tokens,
             temperature=temperature,
@@ -146,8 +152,11 @@ class EngineClient(AbstractAsyncContextManager["EngineClient"]):
             wave=wave,
         )
         body = msgspec.json.encode(request)
+        headers = {ROUTING_KEY_HEADER: conversation} if self._is_router and conversation else {}
         with self._waits.waiting(self._completion):
-            response = await self._peer.send("POST", "/generate", body=body, retry_policy=self._retry_policy)
+            response = await self._peer.send(
+                "POST", "/generate", body=body, retry_policy=self._retry_policy, headers=headers
+            )
         answer = self._peer.read(response, GenerateAnswer)
         newest = max((version for each in answer.policy_versions for version in each), default=answer.policy_version)
         return EngineResult(_completions(answer, n), answer.seconds, answer.engine_id, newest)

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from treadle.background import awake_s
 from treadle.config.env import ServerConfig
@@ -30,6 +31,7 @@ from treadle.wire.engines import TABLE_POLL_S, EngineEntry, Engines, table_inter
 from treadle.wire.generate import EngineHealth
 
 log = get_logger("env")
+T = TypeVar("T")
 
 PROOF_POLL_S = 0.1
 PROOF_S = 300.0  # an answer whose version is not proved within this time is asked for elsewhere
@@ -60,6 +62,11 @@ def open_fleet(
         )
 
     retry_policy = retry_policy or RetryPolicy(give_up_after_s=config.timeout)
+    if config.router_url:
+        from treadle.envs.routed_fleet import RoutedFleet, connect_router  # it builds on this module
+
+        router = connect_router(config, retry_policy, waits)
+        return RoutedFleet(router, hub, connect, oldest_allowed, retry_policy=retry_policy, waits=waits)
     return FleetPool(hub, connect, oldest_allowed, retry_policy=retry_policy, waits=waits)
 
 
@@ -146,7 +153,7 @@ class FleetPool(EnginePool):
             engine = self._by_id[engine_id]
             engine.entry = entry
             if engine.health is None and awake_s() - engine.checked_s > DISTRUST_S:
-                engine.health = _health_of(entry)
+                engine.health = health_of(entry)
         self._members = list(self._by_id.values())
 
     def _forget(self, engine: FleetEngine, entry: EngineEntry | None) -> None:
@@ -155,9 +162,13 @@ class FleetPool(EnginePool):
         engine.left.set()
         why = "it is not in the table any more" if entry is None else entry.reason or f"it is {entry.state}"
         log.warning("engine_left", engine=engine.client.url, reason=why)
-        closing = asyncio.ensure_future(engine.client.__aexit__(None, None, None))
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        self._in_background(engine.client.__aexit__(None, None, None))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work`, which ends soon; the pool is closed after it."""
+        task = asyncio.ensure_future(work)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def _ask_health(self, engine: FleetEngine) -> None:
         try:
@@ -189,24 +200,31 @@ class FleetPool(EnginePool):
     async def _checked(self, member: PoolMember, answer: Awaitable[list[EngineResult]]) -> list[EngineResult]:
         assert isinstance(member, FleetEngine)  # noqa: S101 - a fleet has no others
         before = member.entry
-        asked, left = asyncio.ensure_future(answer), asyncio.ensure_future(member.left.wait())
-        self._num_asked += 1
-        if self._watching is None or self._watching.done():
-            self._watching = asyncio.ensure_future(self._watch_table())
         try:
-            await asyncio.wait({asked, left}, return_when=asyncio.FIRST_COMPLETED)
-            if not asked.done():
-                raise EngineAway(f"the engine at {member.client.url} was taken out while it generated")
-            results = asked.result()
+            results = await self._wait_for_answer(
+                answer, member.left, f"the engine at {member.client.url} was taken out while it generated"
+            )
             await self._until_proved(member, before, results)
             return results
         except EngineAway:
             member.checked_s = awake_s()
             raise
+
+    async def _wait_for_answer(self, answer: Awaitable[T], given_up: asyncio.Event, why: str) -> T:
+        """The answer, unless `given_up` is set first (EngineAway); the table is read meanwhile."""
+        asked, giving_up = asyncio.ensure_future(answer), asyncio.ensure_future(given_up.wait())
+        self._num_asked += 1
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.ensure_future(self._watch_table())
+        try:
+            await asyncio.wait({asked, giving_up}, return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                raise EngineAway(why)
+            return asked.result()
         finally:
             self._num_asked -= 1
             asked.cancel()
-            left.cancel()
+            giving_up.cancel()
 
     async def _watch_table(self) -> None:
         """An engine that hangs never answers: the table says when it is out."""
@@ -236,7 +254,7 @@ def _has_proved(entry: EngineEntry | None, oldest: int, newest: int) -> bool:
     return entry.proved_since <= oldest and newest <= entry.proved_version
 
 
-def _health_of(entry: EngineEntry) -> EngineHealth:
+def health_of(entry: EngineEntry) -> EngineHealth:
     """Until it is asked itself."""
     served = entry.served
     return EngineHealth(

@@ -74,6 +74,11 @@ def open_engine(
     hub_url: str = "",
 ) -> InferenceClient:
     """The configured engine, or a pool if there are several; base_url "hub": those in the table of this hub."""
+    if config.router_url and config.base_url != (HUB_TABLE,):
+        raise ConfigError(
+            "a router chooses among the engines in the hub's table, and --openai.base-url names engines",
+            fix="--openai.base-url hub, or drop --openai.router-url",
+        )
     if config.base_url == (HUB_TABLE,):
         from treadle.envs.engine_fleet import open_fleet  # it builds on this module
 
@@ -163,7 +168,7 @@ class EnginePool(AbstractAsyncContextManager["EnginePool"]):
 
             with self._asking(member, n) as oldest:
                 results = await self._checked(member, one())
-                _refuse_older(results, oldest, member.client.url)
+                refuse_older(results, oldest, member.client.url)
             return results[0]
 
         return await self._until_answered(ask)
@@ -197,7 +202,7 @@ class EnginePool(AbstractAsyncContextManager["EnginePool"]):
                         seeds=None if seeds is None else seeds[places],
                     )
                     results = await self._checked(member, wave)
-                    _refuse_older(results, oldest, member.client.url)
+                    refuse_older(results, oldest, member.client.url)
                 return results
 
             return await self._until_answered(ask, refresh_s=0.0)
@@ -338,7 +343,7 @@ def _is_trained(model: str) -> bool:
     return Path(model).name.startswith(PUBLISHED_PREFIXES)
 
 
-def _refuse_older(generations: Sequence[EngineResult], oldest: int, url: str) -> None:
+def refuse_older(generations: Sequence[EngineResult], oldest: int, url: str) -> None:
     """An engine that was restarted after its version was read has its initial weights."""
     sampled = min((one.policy_version for each in generations for one in each.completions), default=oldest)
     if sampled < oldest:

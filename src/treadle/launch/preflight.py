@@ -24,7 +24,7 @@ from treadle.engines.model_folder import check_model_folder
 from treadle.engines.vllm.command import find_vllm
 from treadle.envs.base import load_environment, prepare_task
 from treadle.envs.serving.assignment import choose_pace
-from treadle.errors import ConfigError, ModelError, Problems
+from treadle.errors import ConfigError, ModelError, Problems, require
 from treadle.launch.attachment import merge_addresses
 from treadle.launch.folder import check_disk_space
 from treadle.launch.machine import Listeners, MachineFacts, held_ports, of_this_machine
@@ -69,7 +69,7 @@ def checked_start(
     with problems.collected():
         config = resolve_paths(config)
     with problems.collected():
-        _check_engine(config)
+        _check_servers(config)
     with problems.collected():
         check_trainer(config.train, os.environ, _local_model(config, problems))
     with problems.collected():
@@ -98,7 +98,7 @@ def checked_resume(config: RunConfig) -> RunConfig:
             environments[place] = environment.config
     config = with_environments(config, environments)
     with problems.collected():
-        _check_engine(config)
+        _check_servers(config)
     with problems.collected():
         if not config.hub_url:
             check_store(config.hub)
@@ -123,8 +123,10 @@ def _local_model(config: RunConfig, problems: Problems) -> Path | None:
     return folder
 
 
-def _check_engine(config: RunConfig) -> None:
-    """Refuse a missing vLLM if the user chose it."""
+def _check_servers(config: RunConfig) -> None:
+    """Refuse a missing vLLM or router if the user chose it."""
+    if config.has_router:
+        require("fleet", "smg")
     if requires_vllm(config.engine) and not config.engine_url:
         find_vllm(config.engine.vllm_python)
 

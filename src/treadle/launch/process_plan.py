@@ -1,6 +1,7 @@
 """Plan a run: RunConfig + machine facts -> complete settings and the processes to start. Pure.
 
-first    hub, engine        serve until they are stopped; not started if the run is attached to one that runs already
+first    hub, engine, router
+                            serve until they are stopped; not started if the run is attached to one that runs already
          trainer            loads its libraries meanwhile, and waits for both. Several ranks are one process each:
                             trainer, trainer-1, ...
 then     env                when hub and engine are ready; the run is complete when trainer and env have ended. Several
@@ -55,8 +56,9 @@ _CHILD_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
 }
 # The role of each process at hub and engine; it gets only the token of this role.
-_HUB_ROLES: Mapping[str, ClientRole] = {"engine": "engine", "env": "environment", "trainer": "trainer"}
-_ENGINE_ROLES: Mapping[str, ClientRole] = {"hub": "observer", "env": "environment", "trainer": "trainer"}
+_ROLES: Mapping[str, ClientRole] = {"env": "environment", "trainer": "trainer"}
+_HUB_ROLES: Mapping[str, ClientRole] = {"engine": "engine", "router": "observer", **_ROLES}
+_ENGINE_ROLES: Mapping[str, ClientRole] = {"hub": "observer", "router": "environment", **_ROLES}
 _TOKEN_VARIABLES = (HUB_TOKEN_VARIABLE, HUB_ADMIN_TOKEN_VARIABLE, ENGINE_TOKEN_VARIABLE)
 
 
@@ -170,13 +172,14 @@ def build_plan(
         "train.seq_len": longest,
         **({} if config.engine_url else engine_of_mode(config, run_folder, facts, explicit, layout)),
         **_of_environments(config, run_folder, explicit),
+        **_of_router(config, ports, hub_url, tokens),
         "train.seed": config.seed,
         "train.threads": max(1, threads // config.train.ranks),
         "train.save_path": run_folder / "checkpoints",
         "train.metrics_file": run_folder / "metrics.jsonl",
     }
     settled: dict[str, Any] = {
-        **{f"{server}.port": port for server, port in ports.items() if server in ("hub", "engine")},
+        **{f"{server}.port": port for server, port in ports.items() if server in ("hub", "engine", "router")},
         "train.hub_url": hub_url,
         **dict.fromkeys(config.keys_of_envs("hub_url"), hub_url),
         "train.checkpoint_url": _own_folder(config.train.checkpoint_url, run_folder),
@@ -188,7 +191,7 @@ def build_plan(
         "train.steps": choose_steps(config, explicit),
     }
     # Settings, not derived: `steps`, and ports that the user gave. All other values follow from other settings.
-    given_too = (explicit & {"hub.port", "engine.port"}) | {"steps"}
+    given_too = (explicit & {"hub.port", "engine.port", "router.port"}) | {"steps"}
     of_this_run = ((derived | ages | dict(layout.settings)).keys() - explicit) | (settled.keys() - given_too)
     resolved = with_values(config, {k: v for k, v in derived.items() if k not in explicit} | settled)
     resolved.check_mix()
@@ -212,6 +215,14 @@ def _engines_of(config: RunConfig, urls: tuple[str, ...], hub_url: str) -> dict[
         return {"train.engine_url": urls, "openai.base_url": f"{urls[0]}/v1"}
     joined: dict[str, Any] = {} if config.engine_url else {"engine.join": hub_url}
     return joined | {"train.engine_url": config.engine_url or HUB_TABLE, "openai.base_url": HUB_TABLE}
+
+
+def _of_router(config: RunConfig, ports: Mapping[str, int], hub_url: str, tokens: AccessTokens) -> dict[str, Any]:
+    """How the router finds the engines, and environments the router."""
+    if not config.has_router:
+        return {"openai.router_url": ""}
+    config.router.check_access(tokens.engine or "")
+    return {"router.hub_url": hub_url, "openai.router_url": url_to(config.router.host, ports["router"])}
 
 
 def _of_environments(config: RunConfig, run_folder: Path, explicit: frozenset[str]) -> dict[str, Any]:
@@ -341,7 +352,8 @@ def server_addresses(config: RunConfig) -> dict[str, tuple[str, int]]:
     """Host and port of each server that the run starts."""
     addresses = {} if config.hub_url else {"hub": (config.hub.host, config.hub.port)}
     engines = {name: (config.engine.host, config.engine.port + n) for n, name in enumerate(engine_names(config))}
-    return addresses | engines
+    router = {"router": (config.router.host, config.router.port)} if config.has_router else {}
+    return addresses | engines | router
 
 
 def _processes(
@@ -387,6 +399,10 @@ def _processes(
                 flags=("--name", name, PORT_FLAG, str(facts.ports[name])) if config.has_fleet else (),
             )
             for name, url in zip(engine_names(config), engine_urls, strict=False)
+        ),
+        *(
+            spec(name, "router", threads=1, ready_url=f"{url_to(config.router.host, facts.ports[name])}/health")
+            for name in ["router"] * config.has_router
         ),
         *(spec(process_of(label), "env", label, "serve", threads=1, kind="env") for label in labels_of(config.envs)),
         *(() if config.envs else (spec("env", "env", config.env.name, "serve", threads=1),)),

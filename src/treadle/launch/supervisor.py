@@ -36,7 +36,7 @@ from treadle.net.probe import answers_ok
 
 # Order of waiting for the end of processes, and seconds for each; what is left then is killed. The trainer has the
 # most, because it saves a checkpoint, and a large one takes long on a slow disk.
-STOP_ORDER = (("trainer", 300.0), ("env", 1.0), ("engine", 1.0), ("hub", 0.6))
+STOP_ORDER = (("trainer", 300.0), ("env", 1.0), ("router", 1.0), ("engine", 1.0), ("hub", 0.6))
 _OTHERS_S = 1.0
 SAY_EVERY_S = 15.0
 _POLL_S = 0.1

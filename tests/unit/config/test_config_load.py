@@ -42,7 +42,7 @@ def test_the_configuration_is_frozen() -> None:
         ({"train.lr": "fast"}, "'train.lr' is 'fast'", "correct --train.lr"),
         ({"train.learning_rat": "1"}, "unknown key 'train.learning_rat'", "did you mean 'learning_rate'?"),
         ({"group_size": "4"}, "unknown key 'group_size'", "did you mean 'env.group_size'?"),
-        ({"env.port": "1"}, "unknown key 'env.port'", "did you mean 'hub.port' or 'engine.port'?"),
+        ({"env.port": "1"}, "unknown key 'env.port'", "did you mean 'hub.port' or 'engine.port' or 'router.port'?"),
         ({"env.learning_rat": "1"}, "unknown key 'env.learning_rat'", "did you mean 'train.learning_rate'?"),
         ({"train.qqq": "1"}, "unknown key 'train.qqq'", "treadle run --help-all lists all settings"),
     ],

@@ -80,8 +80,11 @@ class EngineDouble:
             if self._arrived[request.wave.id] == request.wave.size:
                 complete.set()
             await asyncio.wait_for(complete.wait(), 30)
-        assert isinstance(request.prompt, dict)
-        prompt_ids = request.prompt["prompt_token_ids"]
+        if request.input_ids is None:
+            assert isinstance(request.prompt, dict)
+            prompt_ids = request.prompt["prompt_token_ids"]
+        else:
+            prompt_ids = request.input_ids
         prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=False)
         texts = self.write(prompt, request)
         tokens = [self.tokenizer.encode(text).ids[: request.max_tokens] for text in texts]

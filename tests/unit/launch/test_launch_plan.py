@@ -307,6 +307,29 @@ def test_several_engines_join_the_table_of_the_hub() -> None:
     assert server_addresses(config) == {name: ("127.0.0.1", port) for name, port in FLEET_PORTS.items()}
 
 
+def test_a_router_is_the_address_of_several_engines() -> None:
+    tokens = AccessTokens(hub="h" * 20, engine="e" * 20)
+    plan = plan_for({**FLEET, "router.kind": "smg"}, tokens, ports={**FLEET_PORTS, "router": 9000})
+    router = next(spec for spec in plan.processes if spec.name == "router")
+    assert router.argv[3:5] == ("router", "--config")
+    assert router.ready_url == "http://127.0.0.1:9000/health"
+    assert (router.env["TREADLE_HUB_TOKEN"], router.env["TREADLE_ENGINE_TOKEN"]) == (
+        role_token("h" * 20, "observer"), role_token("e" * 20, "environment"),
+    )  # fmt: skip
+    config = plan.config
+    assert (config.openai.base_url, config.openai.router_url) == (("hub",), "http://127.0.0.1:9000")
+    assert config.router.hub_url == plan.hub_url
+    assert server_addresses(config)["router"] == ("127.0.0.1", 9000)
+    assert plan_for(FLEET, ports=FLEET_PORTS).config.openai.router_url == ""
+
+
+def test_a_router_needs_several_engines_and_elsewhere_a_token() -> None:
+    with pytest.raises(ConfigError, match="a router is for several engines"):
+        load_run(None, {"router.kind": "smg"}).check_together()
+    with pytest.raises(ConfigError, match="needs a token"):
+        plan_for({**FLEET, "router.kind": "smg", "router.host": "0.0.0.0"}, ports={**FLEET_PORTS, "router": 9000})
+
+
 def test_without_own_engines_the_run_waits_for_those_that_join() -> None:
     plan = plan_for({**FLEET, "engines": "0"})
     assert [spec.name for spec in plan.processes] == ["hub", "env", "trainer"]

@@ -1,0 +1,1 @@
+"""Run smg, a router in front of the engines of a run, and give it only engines that have proved their weights."""
