@@ -1,4 +1,4 @@
-"""A run whose requests go through smg: an engine is killed, and a foreign client notices nothing."""
+"""A run whose requests go through smg: an engine is killed, which a foreign client does not notice, and one hangs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from tests.e2e.processes import end_of, environment, free_port
@@ -68,7 +71,7 @@ class ForeignClient:
                 self.versions.append(choice["policy_versions"])
 
 
-def test_a_killed_engine_behind_the_router_costs_no_request(tmp_path: Path) -> None:
+def test_engines_behind_the_router_die_and_hang_and_no_request_is_lost(tmp_path: Path) -> None:
     model, hub_port, router_port = write_tiny_model(tmp_path / "tiny"), free_port(), free_port()
     ports = ("--hub.port", str(hub_port), "--engine.port", str(free_port()), "--router.port", str(router_port))
     words = command(tmp_path / "runs", "--model", str(model), *SETTINGS, *ports, "--engines", "2", "--router", "smg")
@@ -86,6 +89,11 @@ def test_a_killed_engine_behind_the_router_costs_no_request(tmp_path: Path) -> N
             fleet.watch(2.0)
             fleet.wait_until(lambda: fleet.num_serving == 2 and num_starts(fleet) == 3, "return of the engine")
             fleet.watch(2.0)
+        with hanging(process.pid):
+            fleet.wait_until(lambda: fleet.num_serving == 1, "end of the wait for the engine that hangs")
+            step = fleet.seen[-1][2]
+            fleet.wait_until(lambda: fleet.seen[-1][2] >= step + 3, "steps without it")
+        fleet.wait_until(lambda: fleet.num_serving == 2, "return of the engine that hung")
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 130, end_of(tmp_path / "runs" / OUTPUT)
     finally:
@@ -99,9 +107,22 @@ def test_a_killed_engine_behind_the_router_costs_no_request(tmp_path: Path) -> N
     assert json.loads((run / "config.json").read_text())["derived"]["openai"]["router_url"] == router_url
     added = re.findall(r"engine_added.* engine_id=(\w+)", router_log)
     assert len(set(added)) == 3
+    assert len(added) >= 4, "the one that hung was removed"
     assert set(added) <= fleet.served, "only starts that had proved their weights"
     assert_nothing_lost_or_doubled(run)
     assert_all_sampled_from_proved_weights(run)
+
+
+@contextmanager
+def hanging(launcher_pid: int) -> Iterator[None]:
+    """The last engine of the run is stopped meanwhile: its connections stay open."""
+    children = psutil.Process(launcher_pid).children()
+    engine = next(child for child in children if "engine-1" in child.cmdline())
+    engine.suspend()
+    try:
+        yield
+    finally:
+        engine.resume()
 
 
 def is_ready(router_url: str) -> bool:

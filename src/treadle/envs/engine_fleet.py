@@ -164,11 +164,12 @@ class FleetPool(EnginePool):
         log.warning("engine_left", engine=engine.client.url, reason=why)
         self._in_background(engine.client.__aexit__(None, None, None))
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work`, which ends soon; the pool is closed after it."""
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work`, which ends soon or is cancelled; the pool is closed after it."""
         task = asyncio.ensure_future(work)
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+        return task
 
     async def _ask_health(self, engine: FleetEngine) -> None:
         try:

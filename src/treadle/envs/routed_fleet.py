@@ -21,6 +21,7 @@ from treadle.envs.engine_pool import NO_RETRIES, OldestAllowed, PoolMember, refu
 from treadle.envs.transport import Peer
 from treadle.errors import EngineError
 from treadle.log import get_logger
+from treadle.net.address import shown_url
 from treadle.net.client import RetryPolicy
 from treadle.watch.waits import Waits
 from treadle.wire.engines import EngineEntry
@@ -29,6 +30,7 @@ log = get_logger("env")
 
 UNPROVED_PAUSE_S = 0.5  # after an answer that is not used; the router learns of the engine's state meanwhile
 HANGS_AFTER_S = 1.5  # an engine that left and does not answer GET /health within this time
+ROUTER_LEARNS_S = 5.0  # that an engine has left; it reads the table by itself, usually within 0.3 s
 # Beside those of every server: smg answers 404 while it has no engine.
 RETRIED_STATUSES = frozenset({404, 429, *range(500, 600)})
 
@@ -56,8 +58,11 @@ class RoutedFleet(FleetPool):
         super().__init__(hub, connect, oldest_allowed, retry_policy=retry_policy, waits=waits)
         self._router = router
         self._in_flight: set[asyncio.Event] = set()  # one per request; set: ask again
+        self._watches: set[asyncio.Task[None]] = set()  # of engines that have left
 
     async def __aexit__(self, *error: object) -> None:
+        for watch in self._watches:
+            watch.cancel()
         await self._router.__aexit__(*error)
         await super().__aexit__(*error)
 
@@ -159,18 +164,29 @@ class RoutedFleet(FleetPool):
     def _forget(self, engine: FleetEngine, entry: EngineEntry | None) -> None:
         super()._forget(engine, entry)
         if engine.entry is not None:
-            self._in_background(self._ask_again_if_it_hangs(engine.entry.url, frozenset(self._in_flight)))
+            watch = self._in_background(self._ask_again_if_it_hangs(engine.entry.url))
+            self._watches.add(watch)
+            watch.add_done_callback(self._watches.discard)
 
-    async def _ask_again_if_it_hangs(self, url: str, in_flight: frozenset[asyncio.Event]) -> None:
-        """The router waits for ever for an engine that hangs, and does not say which requests it has. Those of an
-        engine that has died it has sent to others."""
+    async def _ask_again_if_it_hangs(self, url: str) -> None:
+        """The router waits for ever for an engine that hangs, and does not say which requests it has. So all are asked
+        again; a second time, because the router may have sent it some until it read the table too."""
+        for pause_s in (0.0, ROUTER_LEARNS_S):
+            await asyncio.sleep(pause_s)
+            if not await self._hangs(url):
+                return
+            log.warning("asked_again", engine=shown_url(url), requests=len(self._in_flight))
+            for given_up in self._in_flight:
+                given_up.set()
+
+    async def _hangs(self, url: str) -> bool:
+        """Whether it neither answers nor has ended; what one that has ended had, the router has sent to others."""
         async with self._connect(url) as client:
             try:
                 async with asyncio.timeout(HANGS_AFTER_S):
                     await client.health(NO_RETRIES)
             except TimeoutError:
-                log.warning("asked_again", engine=client.url, requests=len(in_flight))
-                for given_up in in_flight:
-                    given_up.set()
-            except EngineError:  # it has ended
-                return
+                return True
+            except EngineError:
+                return False
+        return False

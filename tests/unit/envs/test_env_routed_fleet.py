@@ -58,6 +58,7 @@ def engines(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_fleet, "TABLE_POLL_S", 0.1)
     monkeypatch.setattr(routed_fleet, "UNPROVED_PAUSE_S", 0.05)
     monkeypatch.setattr(routed_fleet, "HANGS_AFTER_S", 1.0)
+    monkeypatch.setattr(routed_fleet, "ROUTER_LEARNS_S", 0.2)
     with ExitStack() as stack:
         yield RoutedEngines(tmp_path, stack)
 
@@ -129,6 +130,25 @@ def test_requests_are_asked_again_if_an_engine_hangs(engines):
             return await asyncio.wait_for(asking, 8)
 
     assert asyncio.run(scenario()) == "b"
+
+
+def test_so_are_those_that_the_router_sends_to_it_after_it_left(engines):
+    engines.judge("a")
+    engines.judge("b")
+    engines.doubles["a"].write = lambda *_: time.sleep(4)
+    engines.route("a", "a", "b")
+
+    async def scenario():
+        async with engines.open() as pool:
+            asking = [asyncio.ensure_future(ask(pool))]
+            while not engines.asked["a"]:
+                await asyncio.sleep(0.02)
+            await asyncio.to_thread(engines.judge, "a", "out")
+            await asyncio.sleep(0.5)  # the pool has read the table, and the router has not
+            asking.append(asyncio.ensure_future(ask(pool)))
+            return await asyncio.wait_for(asyncio.gather(*asking), 8)
+
+    assert asyncio.run(scenario()) == ["b", "b"]
 
 
 def test_an_answer_of_an_engine_that_has_left_is_used_if_proved(engines):
