@@ -175,7 +175,7 @@ class RouterConfig(Section):
         if not token and not is_loopback_host(self.host):
             raise ConfigError(
                 f"the router listens on {self.host or 'every address'} and needs a token, that of the engines",
-                fix="--engine.token-file FILE (made when it is not there), or --router.host 127.0.0.1",
+                fix="set TREADLE_ENGINE_TOKEN, give treadle run --engine.token-file FILE, or --router.host 127.0.0.1",
             )
 
 
