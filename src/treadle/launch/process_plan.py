@@ -10,7 +10,7 @@ then     env                when hub and engine are ready; the run is complete w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -95,6 +95,7 @@ class ProcessSpec:
     ready_url: str | None = None
     ready_timeout_s: float = 120.0
     node: int = 0  # of the machines of the run
+    first_flags: tuple[str, ...] = ()  # at the end of `argv`: left out once it has been ready
 
     @property
     def kind(self) -> str:
@@ -105,6 +106,9 @@ class ProcessSpec:
     def serves(self) -> bool:
         """A server runs until it is stopped; if it ends by itself, that is an error."""
         return self.ready_url is not None
+
+    def without_first_flags(self) -> ProcessSpec:
+        return replace(self, argv=self.argv[: len(self.argv) - len(self.first_flags)], first_flags=())
 
 
 @dataclass(frozen=True)
@@ -187,6 +191,7 @@ def build_plan(
     observer_token = "" if tokens.hub is None else role_token(tokens.hub, "observer")
     if config.train.unused_name:
         notes = (*notes, respell_flags("run", config.train.unused_name, "train"))
+    resolved = with_values(resolved, {"hub.fresh": False})  # the queue is emptied once: by a flag of the hub
     return RunPlan(resolved, run_folder, specs, hub_url, notes, observer_token, derived=frozenset(of_this_run))
 
 
@@ -364,8 +369,10 @@ def _processes(
 
     engine_threads = config.engine.threads or facts.num_cores
     train_threads = config.train.threads or max(1, facts.num_cores // ranks)
+    hub = spec("hub", "hub", threads=1, ready_url=f"{hub_url}/healthz")
+    fresh = ("--fresh", "true") if config.hub.fresh else ()
     specs = (
-        spec("hub", "hub", threads=1, ready_url=f"{hub_url}/healthz"),
+        replace(hub, argv=hub.argv + fresh, first_flags=fresh),
         # Loading a large model from a cold disk takes minutes.
         *(
             spec(

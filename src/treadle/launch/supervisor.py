@@ -244,6 +244,8 @@ class Supervisor:
             if awake_s() >= next_look:
                 urls = {child: child.spec.ready_url for child in waiting}
                 waiting = [c for c, url in urls.items() if url and not answers_ok(url, timeout_s=_READY_ANSWER_S)]
+                for child in urls.keys() - waiting:
+                    child.spec = child.spec.without_first_flags()
                 next_look = awake_s() + _READY_POLL_S
             late = [c for c in waiting if awake_s() - begun > c.spec.ready_timeout_s]
             if late:
