@@ -191,7 +191,8 @@ class HubState:
 
     @classmethod
     def build(cls, store: Store, config: HubConfig, clock: Clock) -> HubState:
-        presence = Presence(clock, lambda: store.read(runs.read_envs))
+        known = [env.env_id for env in store.read(runs.read_envs)]
+        presence = Presence(clock, lambda: store.read(runs.read_envs), known)
         terms = LeaseTerms(
             lease_s=config.lease_s,
             max_deliveries=MAX_DELIVERIES,
