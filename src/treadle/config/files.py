@@ -55,7 +55,7 @@ _IN_TEXT = re.compile(
     r"|\b[A-Z][A-Z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD)=|\bBearer )[^\s/&'\"]+"
 )
 # Of a database only the password is left out: the user alone is no secret.
-_USER_IN_URL = re.compile(r"(https?://|postgres(?:ql)?://[^\s/@:]*:)[^\s/@]+@")
+_USER_IN_URL = re.compile(r"(https?://)[^\s/@]+@|(postgres(?:ql)?://[^\s/@:]*:)\S+@")
 _NO_SECRETS = ("", "none", "empty", "x")  # placeholders of clients that require a key
 
 
@@ -270,4 +270,4 @@ def _hidden(key: str, value: Any) -> Any:
         return NOT_STORED
     if not isinstance(value, str):
         return value
-    return _USER_IN_URL.sub(rf"\g<1>{NOT_STORED}@", _IN_TEXT.sub(rf"\g<1>{NOT_STORED}", value))
+    return _USER_IN_URL.sub(rf"\g<1>\g<2>{NOT_STORED}@", _IN_TEXT.sub(rf"\g<1>{NOT_STORED}", value))

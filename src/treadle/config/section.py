@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,14 +34,24 @@ def parse_names(value: Any) -> Any:
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
 
 
+# [USER[:PASSWORD]@][HOST]/NAME[?SETTINGS]. libpq and urllib must agree where the password ends: it is left out of what
+# is shown and stored.
+_STORE_URL = re.compile(
+    r"postgres(?:ql)?://(?:(?:[^\s/@?#%]|%[0-9A-Fa-f]{2})*@)?[^\s/@?#]*/(?:[^\s@?#%]|%[0-9A-Fa-f]{2})+"
+    r"(?:\?(?:[^\s@#%]|%[0-9A-Fa-f]{2})*)?"
+)
+
+
 def _check_store(url: str) -> str:
     """The message leaves the value out: it may hold a password."""
     if not url:
         return url
-    parts = urlsplit(url)
-    if parts.scheme not in ("postgresql", "postgres") or not parts.path.strip("/"):
-        raise ValueError("write it as postgresql://USER:PASSWORD@HOST:PORT/NAME; a file is named with --database")
-    if any(name.endswith("password") for name in parse_qs(parts.query, keep_blank_values=True)):
+    if not _STORE_URL.fullmatch(url):
+        raise ValueError(
+            "write it as postgresql://USER:PASSWORD@HOST:PORT/NAME, with %25 %2F %3F %23 %40 for % / ? # @ in USER and "
+            "PASSWORD; a file is named with --database"
+        )
+    if any(name.endswith("password") for name in parse_qs(urlsplit(url).query, keep_blank_values=True)):
         raise ValueError("write the password as postgresql://USER:PASSWORD@HOST/NAME, or set PGPASSWORD")
     return url
 

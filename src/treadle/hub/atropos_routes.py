@@ -184,7 +184,12 @@ class AtroposRoutes:
         async with hub.registering:
             registered = await asyncio.wrap_future(
                 hub.store.write(
-                    runs.register_env, env, resume=resume, idle_s=hub.presence.idle_s, gone_after_s=GONE_AFTER_S
+                    runs.register_env,
+                    env,
+                    resume=resume,
+                    idle_s=hub.presence.idle_s,
+                    gone_after_s=GONE_AFTER_S,
+                    has_other_hubs=hub.store.is_shared,
                 )
             )
             hub.presence.mark(registered.env_id)

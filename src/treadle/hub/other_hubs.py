@@ -59,13 +59,27 @@ async def other_hubs(hub: HubState) -> AsyncIterator[None]:
 
 async def _exchange(hub: HubState) -> None:
     while True:
-        own = msgspec.json.encode(_facts_of(hub))
+        heard: list[HubFacts] = []
         try:
-            heard = await asyncio.to_thread(hub.store.exchange, own, FACTS_AGE_S)
+            own = msgspec.json.encode(_facts_of(hub))
+            heard = _decoded(await asyncio.to_thread(hub.store.exchange, own, FACTS_AGE_S))
         except ReadFailed:  # the store has logged it, and connects again
-            heard = []
-        take_facts(hub, [_FACTS.decode(facts) for facts in heard])
+            pass
+        except Exception:  # the boundary of the task: without it this hub would hear nothing more
+            log.error("exchange_failed", exc_info=True)
+        take_facts(hub, heard)
         await asyncio.sleep(EXCHANGE_S)
+
+
+def _decoded(heard: list[bytes]) -> list[HubFacts]:
+    """Without those of hubs of another release, whose facts have other fields."""
+    found = []
+    for facts in heard:
+        try:
+            found.append(_FACTS.decode(facts))
+        except msgspec.MsgspecError as error:
+            log.warning("facts_refused", why=str(error))
+    return found
 
 
 def _facts_of(hub: HubState) -> HubFacts:

@@ -50,18 +50,21 @@ def _weight(env: EnvRecord) -> float:
 
 
 class Presence:
-    """Last call of each environment. In memory: after a restart each has a full period again."""
+    """Last call of each environment. In memory: after a restart each has a full period again, and so has one that this
+    hub has not heard of, because it registered at another hub."""
 
     def __init__(
         self,
         clock: Callable[[], float],
         read_envs: Callable[[], list[EnvRecord]],
         read_env: Callable[[int], EnvRecord | None],
+        known: Iterable[int] = (),
     ) -> None:
+        """`known`: the ids that were registered before this hub started."""
         self._clock = clock
         self._read_envs = read_envs
         self._read_env = read_env
-        self._since_s = clock()
+        self._known_since_s = dict.fromkeys(known, clock())
         self._seen_s: dict[int, float] = {}
         self._present: PresentEnvs | None = None
         self._present_at_s = -math.inf
@@ -75,7 +78,10 @@ class Presence:
         return {env_id: self._clock() - seen_s for env_id, seen_s in list(self._seen_s.items())}
 
     def idle_s(self, env_id: int) -> float:
-        return self._clock() - self._seen_s.get(env_id, self._since_s)
+        seen_s = self._seen_s.get(env_id)
+        if seen_s is None:
+            seen_s = self._known_since_s.setdefault(env_id, self._clock())
+        return self._clock() - seen_s
 
     @property
     def is_anybody_here(self) -> bool:
@@ -119,4 +125,5 @@ class Presence:
 
     def forget(self) -> None:
         self._seen_s.clear()
+        self._known_since_s.clear()
         self.registrations_changed()

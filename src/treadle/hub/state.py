@@ -204,7 +204,13 @@ class HubState:
 
     @classmethod
     def build(cls, store: Store, config: HubConfig, clock: Clock) -> HubState:
-        presence = Presence(clock, lambda: store.read(runs.read_envs), lambda env_id: store.read(runs.read_env, env_id))
+        known = [env.env_id for env in store.read(runs.read_envs)]
+        presence = Presence(
+            clock,
+            lambda: store.read(runs.read_envs),
+            lambda env_id: store.read(runs.read_env, env_id),
+            known,
+        )
         terms = LeaseTerms(
             lease_s=config.lease_s,
             max_deliveries=MAX_DELIVERIES,

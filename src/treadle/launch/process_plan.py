@@ -98,6 +98,7 @@ class ProcessSpec:
     ready_url: str | None = None
     ready_timeout_s: float = 120.0
     node: int = 0  # of the machines of the run
+    first_flags: tuple[str, ...] = ()  # at the end of `argv`: left out once it has been ready
 
     def at_port(self, port: int) -> ProcessSpec:
         """The same server at another port of this machine."""
@@ -116,6 +117,9 @@ class ProcessSpec:
     def serves(self) -> bool:
         """A server runs until it is stopped; if it ends by itself, that is an error."""
         return self.ready_url is not None
+
+    def without_first_flags(self) -> ProcessSpec:
+        return replace(self, argv=self.argv[: len(self.argv) - len(self.first_flags)], first_flags=())
 
 
 @dataclass(frozen=True)
@@ -199,6 +203,7 @@ def build_plan(
     observer_token = "" if tokens.hub is None else role_token(tokens.hub, "observer")
     if config.train.unused_name:
         notes = (*notes, respell_flags("run", config.train.unused_name, "train"))
+    resolved = with_values(resolved, {"hub.fresh": False})  # the queue is emptied once: by a flag of the hub
     return RunPlan(resolved, run_folder, specs, hub_url, notes, observer_token, derived=frozenset(of_this_run))
 
 
@@ -385,8 +390,10 @@ def _processes(
 
     engine_threads = config.engine.threads or facts.num_cores
     train_threads = config.train.threads or max(1, facts.num_cores // ranks)
+    hub = spec("hub", "hub", threads=1, ready_url=f"{hub_url}/healthz")
+    fresh = ("--fresh", "true") if config.hub.fresh else ()
     specs = (
-        spec("hub", "hub", threads=1, ready_url=f"{hub_url}/healthz"),
+        replace(hub, argv=hub.argv + fresh, first_flags=fresh),
         # Loading a large model from a cold disk takes minutes.
         *(
             spec(

@@ -245,6 +245,8 @@ class Supervisor:
                 urls = {child: child.spec.ready_url for child in waiting}
                 is_ready = {c: not url or answers_ok(url, timeout_s=_READY_ANSWER_S) for c, url in urls.items()}
                 self._has_served |= any(c.spec.kind == "engine" and ready for c, ready in is_ready.items())
+                for child in (c for c, ready in is_ready.items() if ready):
+                    child.spec = child.spec.without_first_flags()
                 waiting = [c for c, ready in is_ready.items() if not ready and not self._may_be_late(c)]
                 next_look = awake_s() + _READY_POLL_S
             late = [c for c in waiting if awake_s() - begun > c.spec.ready_timeout_s]

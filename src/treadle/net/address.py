@@ -26,7 +26,8 @@ def shown_url(url: str) -> str:
 
 def shown_store(url: str) -> str:
     """`postgresql://hub:secret@db.example/run?sslmode=require` -> `postgresql://db.example/run`."""
-    return shown_url(url) + urlsplit(url).path
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}"
 
 
 def without_token(url: str) -> str:

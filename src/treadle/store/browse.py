@@ -291,7 +291,8 @@ def _facts(stored: StoredGroup) -> tuple[float, float, float, int, int, str]:
     # The preview is the start of the last message that is not the assistant's.
     first = gist.messages[0] if gist.messages else ()
     asked = [str(message.get("content", "")) for message in first if message.get("role") != "assistant"]
-    preview = " ".join(asked[-1].split())[:PREVIEW_CHARS] if asked else ""
+    # PostgreSQL stores no NUL.
+    preview = " ".join(asked[-1].replace("\0", " ").split())[:PREVIEW_CHARS] if asked else ""
     return mean, min(gist.scores), max(gist.scores), min(lengths), max(lengths), preview
 
 

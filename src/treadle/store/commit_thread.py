@@ -12,14 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from treadle.errors import TreadleError
 from treadle.faults import reach
 from treadle.log import get_logger
 from treadle.store.connection import Connection, WriteSession
-from treadle.store.records import OutcomeUnknown, StorageFailed
+from treadle.store.records import StorageFailed
 from treadle.watch.waits import Waits, WaitSpec
 
 T = TypeVar("T")
@@ -34,6 +34,7 @@ class _Job:
     run: Callable[[Connection], Any]
     future: Future[Any]
     num_bytes: int  # roughly what it writes
+    submitted_s: float = field(default_factory=time.monotonic)
 
 
 class CommitThread:
@@ -55,6 +56,7 @@ class CommitThread:
         self._lock = threading.Lock()
         self.watchers: list[CommitWatcher] = []
         self._failure = ""
+        self._given_up = (0.0, Exception())  # when the last commit began that lost the database, and its error
         self._thread = threading.Thread(target=self._work, name="store-writer", daemon=True)
         self._thread.start()
 
@@ -109,15 +111,26 @@ class CommitThread:
                 self._commit_or_split(jobs)
 
     def _commit_or_split(self, jobs: Sequence[_Job]) -> None:
+        began_s, (given_up_s, given_up) = time.monotonic(), self._given_up
+        for job in jobs:
+            if job.submitted_s < given_up_s:  # it has waited for the database as long as those before it
+                job.future.set_exception(given_up)
+        jobs = [job for job in jobs if job.submitted_s >= given_up_s]
+        if not jobs:
+            return
         try:
             with self._waits.waiting(self._wait):
                 outcomes = self._commit_again_if_possible(jobs)
         except Exception as error:  # the boundary of the thread: whatever it is, the callers must hear of it
             if self._session.makes_unsafe(error):
                 self._fail("the disk failed, and the queue can no longer be trusted with data: restart the hub")
-            if len(jobs) == 1 or self._failure or isinstance(error, OutcomeUnknown):
+            is_lost = self._session.has_lost(error)
+            if len(jobs) == 1 or self._failure or is_lost:
+                described = self._session.in_words(error)
+                if is_lost:
+                    self._given_up = (began_s, described)
                 for job in jobs:
-                    job.future.set_exception(self._session.in_words(error))
+                    job.future.set_exception(described)
                 return
             for job in jobs:  # one request that does not fit on the disk must not fail its neighbours
                 self._commit_or_split([job])

@@ -75,6 +75,10 @@ class WriteSession(Protocol):
         """Whether the session is in order again after this error, so that the jobs can be tried again as they were."""
         ...
 
+    def has_lost(self, error: Exception) -> bool:
+        """Whether the database was waited for in vain, so that it is useless to try the jobs one by one."""
+        ...
+
     def makes_unsafe(self, error: Exception) -> bool:
         """Whether nothing written after this error can be trusted to be on disk."""
         ...

@@ -273,6 +273,9 @@ class SqliteWriteSession:
     def recovers_from(self, error: Exception) -> bool:
         return False
 
+    def has_lost(self, error: Exception) -> bool:
+        return False
+
     def makes_unsafe(self, error: Exception) -> bool:
         return getattr(error, "sqlite_errorcode", None) in NO_LONGER_DURABLE
 

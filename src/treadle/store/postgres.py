@@ -26,6 +26,7 @@ from treadle.store.browse import Browser
 from treadle.store.connection import Connection
 from treadle.store.postgres_connection import (
     CHANNEL,
+    READ_S,
     SCHEMA,
     PostgresConnection,
     PostgresReadSession,
@@ -38,7 +39,7 @@ from treadle.watch.waits import Waits, WaitSpec
 from treadle.wire.hub import RegisterTrainer
 
 HUBS_LOCK = 0x74726564  # "tred": an advisory lock that every hub on the database holds as a shared one
-LISTEN_S = 1.0  # between two looks whether the store is closed
+LISTEN_S = 0.2  # between two looks whether the store is closed: the launcher kills a hub that takes 0.6 s to end
 SERVER_WAIT = WaitSpec(
     "the PostgreSQL server to take what was posted",
     fix="see whether the server of --store runs and has room on its disk (pg_isready, its log)",
@@ -57,7 +58,8 @@ CREATE TABLE counters (name TEXT PRIMARY KEY, value BIGINT NOT NULL);
 INSERT INTO counters VALUES ('events', 0);
 CREATE FUNCTION next_id(counter TEXT) RETURNS BIGINT LANGUAGE sql AS
     'UPDATE counters SET value = value + 1 WHERE name = counter RETURNING value';
-CREATE TABLE commits (process TEXT PRIMARY KEY, num_commits BIGINT NOT NULL); -- of each hub process
+-- Of each hub process. Kept: after the server was restarted, a hub may ask later than another one starts.
+CREATE TABLE commits (process TEXT PRIMARY KEY, num_commits BIGINT NOT NULL);
 CREATE UNLOGGED TABLE hubs (                           -- what each hub tells the others, a few seconds old at most
     process TEXT PRIMARY KEY, sent_at TIMESTAMPTZ NOT NULL, facts BYTEA NOT NULL
 );
@@ -114,14 +116,14 @@ class PostgresStore(Store):
         """`hub` holds the lock that says that a hub is here, and listens to the others."""
         sessions = Sessions(
             writing=PostgresWriteSession(url, first_connection(url), process),
-            reading=PostgresReadSession(url),
+            reading=PostgresReadSession(url, max_silence_s=READ_S),
             fetching=PostgresReadSession(url),
         )
         self._clock = clock
         super().__init__(sessions, self._now, waits, SERVER_WAIT, on_failure=lambda: None)
         self._url = url
         self._process = process
-        self._sharing = PostgresReadSession(url)
+        self._sharing = PostgresReadSession(url, max_silence_s=READ_S)
         self._listener = _Listener(url, hub, process, self._changed_elsewhere)
 
     @classmethod
@@ -144,7 +146,6 @@ class PostgresStore(Store):
             prepare(hub, url, fresh=fresh)
             if is_first:
                 runs.set_started(hub, False)
-                hub.execute("DELETE FROM commits")
                 hub.execute("DELETE FROM hubs")
                 _share_lock(hub)
                 hub.execute("SELECT pg_advisory_unlock(?)", (HUBS_LOCK,))

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import psycopg
@@ -32,7 +32,8 @@ CHANNEL = "treadle"  # of NOTIFY; the payload is the hub process that committed
 CONNECT_S = 5
 RECONNECT_S = 15.0  # a change waits this long for the server to come back; its caller tries again after that
 PAUSE_S = 0.1
-READ_AGAIN_S = 1.0  # after a server was not reached: reads must not hold up the event loop
+READ_S = 2.0  # a read fails when the server is silent for this long: it may hold up the event loop
+LONGEST_TURN_S = 0.3
 FROZEN_S = 10  # the server ends the transaction of a hub that is stopped or cut off, so that the others go on
 # Of libpq; what the URL says wins. A connection to a machine that is gone is noticed within half a minute.
 _DEFAULTS: dict[str, Any] = {
@@ -47,6 +48,9 @@ _DEFAULTS: dict[str, Any] = {
 _SETTINGS = f"""
 SET search_path TO {SCHEMA};
 SET idle_in_transaction_session_timeout = '{FROZEN_S}s';
+-- The server notices a hub whose machine is gone, and releases its locks.
+SET tcp_keepalives_idle = 10; SET tcp_keepalives_interval = 5; SET tcp_keepalives_count = 3;
+SET tcp_user_timeout = '20s';
 SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off';
 """
 _FIXES = {
@@ -72,23 +76,55 @@ _TEMPORARY = (
 log = get_logger("store")
 
 
-def connect(url: str) -> PostgresConnection:
+class _NotCommitted(psycopg.OperationalError):
+    """The connection was lost during a commit, and the server has not stored it."""
+
+
+class _Connection(psycopg.Connection[tuple[Any, ...]]):
+    max_silence_s: float | None = None  # close it when an answer takes longer
+
+    def wait(self, gen: Generator[Any, Any, T], *args: Any, **options: Any) -> T:
+        return super().wait(self._watched(gen), *args, **options)
+
+    def _watched(self, gen: Generator[Any, Any, T]) -> Generator[Any, Any, T]:
+        """The same generator. psycopg sends it 0 several times per second while the socket is not ready."""
+        silence_s, before_s = 0.0, time.monotonic()
+        try:
+            wanted = next(gen)
+            while True:
+                ready = yield wanted
+                now_s = time.monotonic()
+                # No turn counts for more: if this process itself was stopped, the answer may have arrived meanwhile.
+                silence_s = 0.0 if ready else silence_s + min(now_s - before_s, LONGEST_TURN_S)
+                before_s = now_s
+                if self.max_silence_s is not None and silence_s > self.max_silence_s:
+                    self.close()
+                    raise psycopg.OperationalError(f"the server was silent for {self.max_silence_s:g} s")
+                wanted = gen.send(ready)
+        except StopIteration as done:
+            return cast(T, done.value)
+
+
+def connect(url: str, *, max_silence_s: float | None = None) -> PostgresConnection:
     """A connection in autocommit mode, in our schema. Raises psycopg.OperationalError."""
     given = conninfo_to_dict(url)
     if given.get("password") == NOT_STORED:  # the settings of an earlier run: PGPASSWORD or ~/.pgpass may have it
         del given["password"]
-    db = psycopg.connect(make_conninfo(**(_DEFAULTS | given)), autocommit=True)
+    db = _Connection.connect(make_conninfo(**(_DEFAULTS | given)), autocommit=True)
+    db.max_silence_s = max_silence_s
     db.execute(_SETTINGS.encode())
     return PostgresConnection(db)
 
 
-def first_connection(url: str) -> PostgresConnection:
+def first_connection(url: str, *, max_silence_s: float | None = None) -> PostgresConnection:
     """The same for a hub that starts: an error is a sentence with its remedy."""
     try:
-        return connect(url)
+        return connect(url, max_silence_s=max_silence_s)
     except psycopg.Error as error:
         server = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-        where = urlsplit(url).netloc.rpartition("@")[2] or "this machine"
+        if "percent-encoded" in server:  # libpq quotes the password
+            server = "a % in the URL is not followed by two hexadecimal digits"
+        where = urlsplit(shown_store(url)).netloc or "this machine"
         default = f"see whether the server runs there (pg_isready), or correct --store; the address is {where}"
         fix = next((fix for words, fix in _FIXES.items() if words in str(error)), default)
         raise ConfigError(f"the queue {shown_store(url)} cannot be opened: {server}", fix=fix) from error
@@ -180,22 +216,22 @@ class PostgresWriteSession:
         try:
             self._db.db.execute(b"COMMIT")
         except psycopg.Error as error:
-            if not self._was_committed(error):
+            if not _is_away(self._db, error):
                 raise
+            self._check_committed(error)
 
-    def _was_committed(self, error: psycopg.Error) -> bool:
+    def _check_committed(self, error: psycopg.Error) -> None:
         """Ask until the answer is known: jobs of unknown outcome must not run again."""
-        is_lost = _is_away(self._db, error)
         while self.recovers_from(error):
             try:
-                return self._is_committed()
+                is_committed = self._is_committed()
             except psycopg.Error as another:
                 error = another
-        if is_lost:
-            raise OutcomeUnknown(
-                "the PostgreSQL server was lost while it stored this: it may be stored or not"
-            ) from error
-        return False
+                continue
+            if not is_committed:
+                raise _NotCommitted("the connection was lost before the commit") from error
+            return
+        raise OutcomeUnknown("the PostgreSQL server was lost while it stored this: it may be stored or not") from error
 
     def _is_committed(self) -> bool:
         """The lock is granted only once the server has ended the transaction of the lost connection."""
@@ -214,6 +250,8 @@ class PostgresWriteSession:
 
     def recovers_from(self, error: Exception) -> bool:
         """Connect again, for a while; a transaction that another one was in the way of can simply be repeated."""
+        if isinstance(error, _NotCommitted):
+            return True
         if not _is_away(self._db, error):
             return False
         log.warning("database_lost", why=type(error).__name__)
@@ -228,6 +266,9 @@ class PostgresWriteSession:
                 if time.monotonic() > until_s:
                     return False
                 time.sleep(PAUSE_S)
+
+    def has_lost(self, error: Exception) -> bool:
+        return isinstance(error, OutcomeUnknown) or (isinstance(error, psycopg.Error) and self._db.is_lost)
 
     def makes_unsafe(self, error: Exception) -> bool:
         return False
@@ -255,37 +296,55 @@ class PostgresWriteSession:
 class PostgresReadSession:
     """`ReadSession` and `IndexSession` of store/connection.py."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, max_silence_s: float | None = None) -> None:
+        """`max_silence_s`: a read fails when the server is silent for longer; None: it waits."""
         self._url = url
-        self._db = first_connection(url)
+        self._max_silence_s = max_silence_s
+        self._db = first_connection(url, max_silence_s=max_silence_s)
         self._lock = threading.Lock()
-        self._failed_s = -READ_AGAIN_S  # when the server was last not reached
+        self._is_closed = threading.Event()
+        self._reconnect: threading.Thread | None = None
 
     def read(self, query: Callable[[Connection], T]) -> T:
-        """A lost connection is opened again at once; a server that was just not reached is not asked again yet."""
+        """A lost connection is opened again. That is waited for once, for at most READ_S with the failed query; later
+        reads fail at once until the server is back."""
         with self._lock:
+            until_s = time.monotonic() + READ_S
             try:
                 try:
                     return query(self._db)
                 except psycopg.Error as error:
-                    if not _is_away(self._db, error) or time.monotonic() - self._failed_s < READ_AGAIN_S:
+                    if not _is_away(self._db, error) or not self._is_connected_again(until_s):
                         raise
-                    self._connect_again()
                     return query(self._db)
             except psycopg.Error as error:
                 log.error("read_failed", kind=type(error).__name__, why=str(error).splitlines()[:1])
                 raise ReadFailed("the queue cannot be read: the PostgreSQL server does not answer") from error
 
+    def _is_connected_again(self, until_s: float) -> bool:
+        if self._reconnect is None or not self._reconnect.is_alive():
+            self._db.close()
+            self._reconnect = threading.Thread(target=self._connect_again, name="store-reader", daemon=True)
+            self._reconnect.start()
+            self._reconnect.join(max(0.0, until_s - time.monotonic()))
+        return not self._db.is_lost
+
     def _connect_again(self) -> None:
-        try:
-            self._db = connect(self._url)
-        except psycopg.OperationalError:
-            self._failed_s = time.monotonic()
-            raise
+        while not self._is_closed.is_set():
+            try:
+                db = connect(self._url, max_silence_s=self._max_silence_s)
+            except psycopg.Error:
+                self._is_closed.wait(PAUSE_S)
+                continue
+            self._db = db
+            if self._is_closed.is_set():
+                db.close()
+            return
 
     def change(self, job: Callable[[Connection], T]) -> T:
         return self.read(lambda db: transact(db, job))
 
     def close(self) -> None:
+        self._is_closed.set()
         with self._lock:
             self._db.close()

@@ -20,6 +20,7 @@ from treadle.wire.hub import RegisterEnv, RegisterTrainer
 
 EVENTS_KEPT = 20_000
 PRUNE_EVENTS_EVERY = 1_000
+RECENT_EVENTS = 1_000  # registrations that another hub has not reported yet are among these
 _ENV_COLUMNS = (
     "env_id, name, desired_name, weight, group_size, max_token_length, min_batch_allocation, groups_accepted, connected"
 )
@@ -83,17 +84,20 @@ def register_env(
     resume: bool,
     idle_s: Callable[[int], float],
     gone_after_s: float,
+    has_other_hubs: bool = False,
 ) -> EnvRecord:
     """A new name, or the old one back for an environment that was here before.
 
     Example: `gsm8k` becomes `gsm8k_0`, a second one beside it `gsm8k_1`. When the process behind `gsm8k_0`
     has not been seen for `gone_after_s`, or the newcomer says that it resumes, it is `gsm8k_0` again, with
-    its count.
+    its count. One that has just registered at another hub is not gone, although `idle_s` does not know of it yet.
     """
     desired_name = env.desired_name or "env"
     namesakes = _read_envs(db, "WHERE desired_name = ?", desired_name)
-    returning = max(namesakes, key=lambda row: idle_s(row.env_id), default=None)
-    if returning is not None and (resume or idle_s(returning.env_id) > gone_after_s):
+    recent = _registered_after(db, time.time() - gone_after_s) if has_other_hubs and namesakes else frozenset()
+    idle = {row.env_id: 0.0 if row.env_id in recent else idle_s(row.env_id) for row in namesakes}
+    returning = max(namesakes, key=lambda row: idle[row.env_id], default=None)
+    if returning is not None and (resume or idle[returning.env_id] > gone_after_s):
         env_id, name = returning.env_id, returning.name
     else:
         (env_id,) = db.execute("SELECT count(*) FROM envs").fetchone()  # ids are 0, 1, 2, ...
@@ -114,6 +118,14 @@ def register_env(
     registered = read_env(db, env_id)
     assert registered is not None  # noqa: S101 - inserted above
     return registered
+
+
+def _registered_after(db: Connection, at: float) -> frozenset[int]:
+    rows = db.execute(
+        "SELECT data FROM events WHERE kind = 'env_registered' AND at > ? AND id > (SELECT max(id) FROM events) - ?",
+        (at, RECENT_EVENTS),
+    )
+    return frozenset(msgspec.json.decode(data)["env_id"] for (data,) in rows)
 
 
 def disconnect_env(db: Connection, env_id: int) -> bool:

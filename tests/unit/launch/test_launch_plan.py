@@ -212,6 +212,14 @@ def test_processes_come_in_starting_order_with_their_commands() -> None:
     assert plan.processes[1].log_path == RUN / "logs" / "engine.log"
 
 
+def test_the_queue_is_emptied_by_the_first_start_of_the_hub_only() -> None:
+    plan = plan_for({"hub.fresh": "true"})
+    hub = plan.processes[0]
+    assert hub.argv[-2:] == ("--fresh", "true")
+    assert hub.without_first_flags().argv == plan_for().processes[0].argv
+    assert not plan.config.hub.fresh, "every start of a hub reads config.json"
+
+
 def test_children_do_not_spin_and_know_their_parent() -> None:
     environment = plan_for().processes[3].env
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -270,3 +271,20 @@ def test_with_an_engine_its_callers_start_again_but_not_with_an_environment(
         supervisor.wait(lambda: len(lives.read_text().split()) == 3 + len(again) or time.monotonic() > deadline)
     assert lives.read_text().split()[3:] == again
     assert [name for name, _ in said] == [victim]
+
+
+def test_flags_of_the_first_start_are_left_out_after_a_process_was_ready(make_spec, server_code, tmp_path) -> None:
+    lives, die, port = tmp_path / "lives", tmp_path / "die", free_port()
+    rest = f"import sys\nwith lives.open('a') as file: file.write(str(sys.argv[1:]) + '\\n')\n{server_code(port)}"
+    code = MORTAL.format(lives=str(lives), die=str(die), name="", rest=rest)
+    hub = make_spec("hub", code, ready_url=f"http://127.0.0.1:{port}/healthz")
+    hub = replace(hub, argv=(*hub.argv, "--fresh", "true"), first_flags=("--fresh", "true"))
+    die.touch()  # it is killed before it is ready: what the flags ask for may not have been done
+    replacements, _ = replacements_at(Progress(1, 0), Progress(2, 0))
+    with Supervisor(StopRequest(), replacements=replacements) as supervisor:
+        supervisor.start([hub])
+        deadline = time.monotonic() + 30
+        die.touch()
+        supervisor.wait(lambda: lives.read_text().count("[]") or time.monotonic() > deadline)
+    assert lives.read_text().split("\n")[-2] == "[]"
+    assert "['--fresh', 'true']" in lives.read_text()

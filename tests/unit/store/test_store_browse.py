@@ -10,7 +10,7 @@ import pytest
 
 from treadle.store import LeaseTerms, Limits, NewGroup, Post, ReadFailed, SqliteStore, Store, runs
 from treadle.store.browse import Browser, GroupFilter
-from treadle.wire.groups import ATROPOS_KEYS, ScoredGroup, from_stored, pack_group
+from treadle.wire.groups import ATROPOS_KEYS, IGNORED, ScoredGroup, from_stored, pack_group
 from treadle.wire.hub import RegisterTrainer
 
 LIMITS = Limits(groups=1000)
@@ -64,6 +64,15 @@ def test_groups_are_found_by_score_and_length_in_both_forms(store: Store, browse
     assert ids(browser, length_to=3) == [1]
     (found,) = browser.find(GroupFilter(score_to=0.0), 10)
     assert (found.prompt, found.shortest, found.longest) == ("say 0.0", 3, 3)
+
+
+def test_a_nul_in_a_prompt_does_not_stop_the_search(store: Store, browser: Browser):
+    content = {"role": "user", "content": "say\0 this"}
+    payload = {"tokens": [[1, 2]], "masks": [[IGNORED, 2]], "scores": [1.0], "messages": [[content]]}
+    group = NewGroup(msgspec.json.encode(payload), size=1, num_tokens=2)
+    store.append(Post([group, new_group(0.0)]), LIMITS).result()
+    learn_all(browser)
+    assert [group.prompt for group in browser.find(GroupFilter(), 10)] == ["say 0.0", "say this"]
 
 
 def test_groups_are_found_by_step_and_state(store: Store, browser: Browser, terms: LeaseTerms):

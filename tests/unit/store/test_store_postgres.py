@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import wait
 from pathlib import Path
 
 import msgspec
+import psycopg
 import pytest
 
 from tests.postgres_server import PASSWORD, PostgresServer, cut_connections, rows_of
-from treadle.config.files import NOT_STORED
+from treadle.config.files import NOT_STORED, without_secrets
 from treadle.config.load import parse
 from treadle.config.schema import HubConfig
 from treadle.errors import ConfigError
-from treadle.store import HeldByAnother, Limits, NewGroup, Post, groups, runs
+from treadle.hub.presence import GONE_AFTER_S, Presence
+from treadle.net.address import shown_store
+from treadle.store import HeldByAnother, Limits, NewGroup, Post, ReadFailed, StorageFailed, groups, postgres, runs
+from treadle.store import postgres_connection as connections
 from treadle.store.choice import check_store, open_recorded, open_store
 from treadle.store.postgres import PostgresStore
 from treadle.watch.waits import Waits
-from treadle.wire.hub import RegisterTrainer
+from treadle.wire.hub import RegisterEnv, RegisterTrainer
 
 LIMITS = Limits(groups=10_000)
 
@@ -96,6 +104,33 @@ def test_an_invalid_address_is_refused_without_showing_a_password(wrong: str):
     assert PASSWORD not in str(refused.value)
 
 
+@pytest.mark.parametrize("password", ["pa%s3cret", "pa/s3cret", "pa?s3cret", "pa#s3cret", "pa@s3cret", "s3cret%zz"])
+def test_a_password_that_needs_escapes_is_refused_and_not_shown(password: str):
+    url = f"postgresql://hub:{password}@db/run"
+    with pytest.raises(ConfigError, match="%25 %2F %3F %23 %40") as refused:
+        parse(HubConfig, {"store": url}, source="the command line")
+    shown = [str(refused.value), shown_store(url), str(without_secrets({"hub": {"store": url}}))]
+    assert [text for text in shown if PASSWORD in text] == []
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("postgresql://hub:p%40s%2Fs:3@db.example:5433/run?sslmode=require", "postgresql://db.example:5433/run"),
+        ("postgres://hub@[::1],db2/run", "postgres://[::1],db2/run"),
+        ("postgresql:///run?host=/var/run/postgresql&user=hub", "postgresql:///run"),
+    ],
+)
+def test_addresses_of_libpq_are_taken_and_shown_without_the_user(url: str, shown: str):
+    assert parse(HubConfig, {"store": url}, source="the command line").store == url
+    assert shown_store(url) == shown
+
+
+def test_an_address_that_libpq_cannot_parse_is_refused_without_quoting_it():
+    assert "not followed by two hexadecimal digits" in (said := refusal("postgresql://hub:s3cret%zz@127.0.0.1:9/run"))
+    assert PASSWORD not in said
+
+
 # ---- one queue, several hubs
 
 
@@ -148,6 +183,28 @@ def test_only_the_first_hub_makes_environments_wait_for_the_trainer(url: str, tr
         assert not again.read(runs.read_run).started
 
 
+@pytest.mark.parametrize("is_gone", [False, True], ids=["a new name", "a name of before"])
+def test_environments_of_one_name_at_two_hubs_get_two_ids(url: str, clock, is_gone: bool):
+    with PostgresStore.open(url) as first, PostgresStore.open(url) as second:
+        presences = [Presence(clock, list), Presence(clock, list)]
+        env = RegisterEnv(max_token_length=10, desired_name="gsm8k", weight=1.0, group_size=4)
+
+        def register(place: int) -> int:
+            record = (first, second)[place].write(
+                runs.register_env, env, resume=False, idle_s=presences[place].idle_s, gone_after_s=GONE_AFTER_S,
+                has_other_hubs=True,
+            ).result()  # fmt: skip
+            presences[place].mark(record.env_id)
+            return record.env_id
+
+        if is_gone:
+            register(0)
+            presences[1].mark(0)
+            rows_of(url, "UPDATE events SET at = at - 60")
+        clock.now_s += 60
+        assert [register(0), register(1)] == [0, 1], "neither hub has told the other"
+
+
 def test_fresh_renames_the_queue_unless_another_hub_uses_it(url: str):
     with PostgresStore.open(url) as store:
         store.append(Post([new_group(0)]), LIMITS).result()
@@ -195,6 +252,104 @@ def test_a_cut_during_the_commit_is_resolved_by_asking_the_server(url: str):
         store.append(Post([new_group(1)]), LIMITS).result(timeout=60)
         assert store.read(groups.counts).accepted_groups == 2
         assert rows_of(url, "SELECT num_commits FROM commits") == [(2,)]
+
+
+def test_a_commit_that_the_server_did_not_see_is_repeated(url: str):
+    with PostgresStore.open(url) as store:
+        session = store._sessions.writing
+        real = session._db.db
+
+        class CutBeforeCommit:
+            def __getattr__(self, name):
+                return getattr(real, name)
+
+            def execute(self, sql, *parameters):
+                if sql == b"COMMIT":
+                    real.close()
+                return real.execute(sql, *parameters)
+
+        session._db.db = CutBeforeCommit()
+        store.append(Post([new_group(1)]), LIMITS).result(timeout=60)
+        assert store.read(groups.counts).accepted_groups == 1
+
+
+def test_a_hub_that_starts_keeps_what_others_ask_about_their_commits(url: str, monkeypatch: pytest.MonkeyPatch):
+    connect_again = postgres._Listener._connect_again
+    with PostgresStore.open(url) as store:
+        session = store._sessions.writing
+        real = session._db.db
+
+        class RestartAfterCommit:
+            def __getattr__(self, name):
+                return getattr(real, name)
+
+            def execute(self, sql, *parameters):
+                answer = real.execute(sql, *parameters)
+                if sql == b"COMMIT":
+                    cut_connections(url)
+                    PostgresStore.open(url).close()  # before the listener of the first hub holds its lock again
+                    is_started.set()
+                    return real.execute(sql)  # raises
+                return answer
+
+        is_started = threading.Event()
+        monkeypatch.setattr(
+            postgres._Listener, "_connect_again", lambda listener: is_started.wait(20) and connect_again(listener)
+        )
+        session._db.db = RestartAfterCommit()
+        store.append(Post([new_group(1)]), LIMITS).result(timeout=60)
+        assert store.read(groups.counts).accepted_groups == 1
+
+
+def test_changes_that_wait_for_a_lost_server_fail_together(url: str, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise psycopg.OperationalError("connection refused")
+
+    monkeypatch.setattr(connections, "RECONNECT_S", 0.3)
+    with PostgresStore.open(url) as store:
+        gate = threading.Event()
+        store.write(lambda _: gate.wait(9))
+        with monkeypatch.context() as away:
+            away.setattr(connections, "connect", refuse)
+            cut_connections(url)
+            began_s = time.monotonic()
+            futures = [store.append(Post([new_group(tag)]), LIMITS) for tag in range(100)]
+            gate.set()
+            assert all(isinstance(future.exception(timeout=60), StorageFailed) for future in futures)
+            assert time.monotonic() - began_s < 5.0, "each waited for itself"
+        store.append(Post([new_group(1)]), LIMITS).result(timeout=60)
+        assert store.read(groups.counts).accepted_groups == 1
+
+
+def test_a_silent_server_holds_up_a_read_only_for_a_moment(url: str, monkeypatch: pytest.MonkeyPatch):
+    for module in (postgres, connections):
+        monkeypatch.setattr(module, "READ_S", 0.3)
+    with PostgresStore.open(url) as store:
+        frozen = store._sessions.reading._db.db.info.backend_pid
+        os.kill(frozen, signal.SIGSTOP)
+        try:
+            began_s = time.monotonic()
+            with pytest.raises(ReadFailed):
+                store.read(runs.read_run)
+            assert time.monotonic() - began_s < 5.0
+            while True:  # on another connection
+                try:
+                    assert store.read(runs.read_run).current_step == 0
+                    break
+                except ReadFailed:
+                    assert time.monotonic() - began_s < 20.0
+                    time.sleep(0.05)
+        finally:
+            os.kill(frozen, signal.SIGCONT)
+
+
+def test_the_server_notices_that_the_machine_of_a_hub_is_gone(url: str):
+    names = ("tcp_keepalives_idle", "tcp_keepalives_interval", "tcp_keepalives_count", "tcp_user_timeout")
+    db = connections.connect(url)
+    assert [db.execute("SELECT current_setting(?)", (name,)).fetchone()[0] for name in names] == [
+        "10", "5", "3", "20000",
+    ]  # fmt: skip
+    db.close()
 
 
 # ---- by the settings of a hub
