@@ -97,7 +97,11 @@ async def timed(
     connection: Connection, spent_s: list[float], method: str, path: str, body: bytes = b"", headers: str = ""
 ) -> bytes:
     began = time.perf_counter()
-    status, answer = await connection.call(method, path, body, headers)
+    try:
+        status, answer = await connection.call(method, path, body, headers)
+    except (asyncio.IncompleteReadError, ConnectionError):  # the hub hung up: the load was late
+        connection.close()
+        status, answer = await connection.call(method, path, body, headers)
     spent_s.append(time.perf_counter() - began)
     if status != 200:
         raise RuntimeError(f"{method} {path}: {status} {answer[:200]!r}")
