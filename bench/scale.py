@@ -30,7 +30,7 @@ from hub_load import Connection, register
 
 from treadle.envs.engine_fleet import PROOF_POLL_S
 from treadle.envs.serving.stream import poll_interval
-from treadle.sync.fleet import TEND_EVERY_S
+from treadle.sync.fleet import REFRESH_EVERY_S
 from treadle.watch.watchdog import REPORT_EVERY_S
 from treadle.wire.engines import (
     TABLE_POLL_S,
@@ -215,7 +215,7 @@ class Trainer:
 
     async def run(self) -> None:
         report = ProcessReport(kind="trainer", name="trainer", machine="m", pid=9_999, state="training step 17")
-        await asyncio.gather(self._work(), self._tend(), send_reports(self._load, self._port, lambda: report))
+        await asyncio.gather(self._work(), self._judge_engines(), send_reports(self._load, self._port, lambda: report))
 
     async def _work(self) -> None:
         load, connection, step = self._load, Connection(self._port), 0
@@ -243,10 +243,10 @@ class Trainer:
             load.proved[number] = load.version
             await self._post_verdicts()
 
-    async def _tend(self) -> None:
+    async def _judge_engines(self) -> None:
         while self._load.num_engines and not self._load.is_over:
             await self._post_verdicts()
-            await asyncio.sleep(TEND_EVERY_S)
+            await asyncio.sleep(REFRESH_EVERY_S)
 
     async def _post_verdicts(self) -> None:
         load = self._load

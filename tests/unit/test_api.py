@@ -143,7 +143,7 @@ def test_a_reward_file_is_found_on_resume_from_another_folder(started: Path, tmp
     ("arguments", "message"),
     [
         ({"learning_rat": 1}, "unknown key 'learning_rat' in treadle.train()"),
-        ({"host": "::1"}, "did you mean 'hub.host' or 'engine.host'?"),
+        ({"host": "::1"}, "did you mean 'hub.host' or 'engine.host' or 'router.host'?"),
         ({"train": {"batch_sise": 1}}, "did you mean 'batch_size'?"),
         ({"steps": 0}, "'steps' is 0 in treadle.train(): input should be greater than or equal to 1"),
         ({"data": [1, 2]}, "data[0] is 1, not a row"),

@@ -17,21 +17,16 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Literal
-
-import msgspec
 
 from treadle.background import awake_s, in_background
 from treadle.config import TrainConfig
 from treadle.config.section import HUB_TABLE
 from treadle.errors import ConfigError, SyncError, TreadleError
 from treadle.log import get_logger
-from treadle.net.access_tokens import HUB_TOKEN_VARIABLE, bearer_headers
 from treadle.net.address import shown_url
-from treadle.net.client import OK, BlockingHttpClient, NoAnswer
+from treadle.sync.fleet_members import FleetMember, HubTable, PublishedVersion, worst_of
 from treadle.sync.model_folders import LiveFolder
 from treadle.sync.protocol import (
     LOADING_S,
@@ -39,7 +34,6 @@ from treadle.sync.protocol import (
     EngineLink,
     Publishable,
     PublishResult,
-    Verified,
     attach_adapters,
     attach_own_weights,
     check_same_dtype,
@@ -47,103 +41,24 @@ from treadle.sync.protocol import (
 )
 from treadle.sync.variables import num_engines_awaited
 from treadle.sync.verify import ExpectedState, PublishVerifier
-from treadle.sync.version_files import AdapterFiles, HandedOver, VersionFiles, WeightFiles
+from treadle.sync.version_files import AdapterFiles, VersionFiles, WeightFiles
 from treadle.wire.bridge import BridgeInfo
 from treadle.wire.engines import (
     SILENT_AFTER_S,
     TABLE_POLL_S,
     EngineEntry,
     Engines,
-    EngineVerdict,
     EngineVerdicts,
     table_interval,
 )
 
-TEND_EVERY_S = 1.0
+REFRESH_EVERY_S = 1.0
 FORGET_AFTER_S = 70.0  # an engine that is not listed, and does not answer
 FIRST_RETRY_S = 2.0
 LONGEST_RETRY_S = 60.0
 TABLE_READ_S = 1.5  # environments with requests in flight have read the table this long after it was due
 POLL_S = 0.05
-_HUB_TIMEOUT_S = 5.0
-_ROUTE = "/v1/engines"
 log = get_logger("sync")
-
-
-# ---- members
-
-
-@dataclass(frozen=True, eq=False)
-class PublishedVersion:
-    """A version on disk, and what an engine must have and answer when it has adopted it."""
-
-    version: int
-    folder: Path
-    expected: ExpectedState
-
-
-State = Literal["joining", "serving", "out"]
-
-
-@dataclass(eq=False)
-class FleetMember:
-    """One start of one engine. Changed under the fleet's lock."""
-
-    engine_id: str
-    link: EngineLink
-    verifier: PublishVerifier
-    seen_s: float  # when the hub listed it, or it answered, last
-    state: State = "joining"
-    reason: str = ""
-    proved_since: int | None = None
-    proved_version: int | None = None
-    proved_at: float | None = None
-    pending: PublishedVersion | None = None  # what its thread brings to it now, or next
-    is_busy: bool = False  # whether that thread runs
-    num_failures: int = 0
-    retry_at_s: float = 0.0
-    handed: HandedOver | None = None
-    verified: Verified | None = None
-
-    @property
-    def url(self) -> str:
-        return self.link.url
-
-    def verdict(self) -> EngineVerdict:
-        return EngineVerdict(
-            engine_id=self.engine_id,
-            url=self.url,
-            state=self.state,
-            proved_since=self.proved_since,
-            proved_version=self.proved_version,
-            proved_at=self.proved_at,
-            reason=self.reason,
-        )
-
-
-class HubTable:
-    """The table of engines at the hub: read it, and post verdicts."""
-
-    def __init__(self, hub_url: str) -> None:
-        headers = {"Content-Type": "application/json", **bearer_headers(os.environ.get(HUB_TOKEN_VARIABLE))}
-        self._client = BlockingHttpClient(hub_url, headers=headers, timeout_s=_HUB_TIMEOUT_S)
-        self._refused_with = OK
-
-    def exchange(self, verdicts: EngineVerdicts | None) -> Engines | None:
-        """Post verdicts, if there are any, and return the table; None while the hub does not answer."""
-        try:
-            if verdicts is None:
-                answer = self._client.request("GET", _ROUTE)
-            else:
-                answer = self._client.request("POST", f"{_ROUTE}/verdicts", body=msgspec.json.encode(verdicts))
-            if answer.status == OK:
-                return msgspec.json.decode(answer.content, type=Engines)
-        except (NoAnswer, msgspec.MsgspecError):
-            return None
-        if answer.status != self._refused_with:
-            self._refused_with = answer.status
-            log.warning("no_table_of_engines", status=answer.status, hub_says=answer.message)
-        return None
 
 
 class FleetSync:
@@ -165,7 +80,7 @@ class FleetSync:
         self._posts_verdicts = False  # from the first publish on
         self._polls: dict[str, Future[BridgeInfo]] = {}  # of --engine-url that do not report to the hub
         self._has_warned_of_none = False
-        self._tender: threading.Thread | None = None
+        self._refresh_thread: threading.Thread | None = None
 
     # ---- SyncMode
 
@@ -175,7 +90,7 @@ class FleetSync:
         attach = attach_adapters if self._files.compares == "adapter" else attach_own_weights
         problem: TreadleError | None = None
         while True:
-            self._tend()
+            self._refresh_members()
             there = self._list_members()
             for member in there if len(there) >= num_awaited else ():
                 try:
@@ -186,7 +101,7 @@ class FleetSync:
                     problem = error
                     self._take_out(member, error.message)
                     continue
-                self._start_tending()
+                self._start_refreshing()
                 return attached
             if awake_s() - began > LOADING_S:
                 found = f"{len(there)} of {num_awaited} engines have" if num_awaited > 1 else "no engine has"
@@ -223,7 +138,7 @@ class FleetSync:
             write_s=time.monotonic() - saved,
             hold_s=max((one.held_s for one in handed), default=0.0),
             num_bytes=num_bytes,
-            verified=_worst(m.verified for m in proved if m.verified is not None),
+            verified=worst_of(m.verified for m in proved if m.verified is not None),
         )
 
     def _expect(self, policy: Publishable, version: int) -> ExpectedState:
@@ -240,7 +155,7 @@ class FleetSync:
                 if error.message != logged:
                     log.warning("engine_not_asked_for_parts", problem=error.message)
                     logged = error.message
-                time.sleep(TEND_EVERY_S)
+                time.sleep(REFRESH_EVERY_S)
         found = {} if expected.fingerprints is None else expected.fingerprints()
         return replace(expected, fingerprints=lambda: found, uncached_canary=None)
 
@@ -381,23 +296,23 @@ class FleetSync:
             there = [member for member in self._members.values() if member.state != "out"]
         return sorted(there, key=lambda member: member.state != "serving")
 
-    def _start_tending(self) -> None:
-        if self._tender is None:
-            self._tender = threading.Thread(target=self._keep_tending, name="fleet", daemon=True)
-            self._tender.start()
+    def _start_refreshing(self) -> None:
+        if self._refresh_thread is None:
+            self._refresh_thread = threading.Thread(target=self._keep_refreshing, name="fleet", daemon=True)
+            self._refresh_thread.start()
 
-    def _keep_tending(self) -> None:
+    def _keep_refreshing(self) -> None:
         failures: set[type[Exception]] = set()  # logged once each
         while True:
-            time.sleep(TEND_EVERY_S)
+            time.sleep(REFRESH_EVERY_S)
             try:
-                self._tend()
-            except Exception as error:  # the fleet is tended as long as the trainer runs
+                self._refresh_members()
+            except Exception as error:  # as long as the trainer runs
                 if type(error) not in failures:
                     failures.add(type(error))
-                    log.error("fleet_not_tended", exc_info=True, problem=str(error))
+                    log.error("fleet_not_refreshed", exc_info=True, problem=str(error))
 
-    def _tend(self) -> None:
+    def _refresh_members(self) -> None:
         """Take in engines that are new, take out those that are gone, and give those that return the last version."""
         table = self._post_verdicts()
         listed = [] if table is None else [entry for entry in table.engines if entry.served is not None]
@@ -413,9 +328,9 @@ class FleetSync:
                 member = self._members.get(engine_id) or self._take_in(engine_id, url)
                 member.seen_s = now_s
             for member in list(self._members.values()):
-                self._tend_member(member, now_s, _is_silent(member.engine_id, listed))
+                self._refresh_member(member, now_s, _is_silent(member.engine_id, listed))
 
-    def _tend_member(self, member: FleetMember, now_s: float, is_silent: bool) -> None:
+    def _refresh_member(self, member: FleetMember, now_s: float, is_silent: bool) -> None:
         is_gone = is_silent or now_s - member.seen_s > SILENT_AFTER_S
         if is_gone and member.state != "out":
             self._take_out(member, "it does not report any more")
@@ -462,7 +377,7 @@ class FleetSync:
         began = awake_s()
         self._posts_verdicts = True
         while (table := self._post_verdicts()) is None and awake_s() - began < self._config.publish_deadline_s:
-            time.sleep(TEND_EVERY_S)
+            time.sleep(REFRESH_EVERY_S)
         num_present = 1 if table is None else table.num_present
         time.sleep(TABLE_READ_S + table_interval(TABLE_POLL_S, num_present))
 
@@ -476,16 +391,6 @@ class FleetSync:
 
 def _is_silent(engine_id: str, listed: Iterable[EngineEntry]) -> bool:
     return any(entry.engine_id == engine_id and entry.state == "silent" for entry in listed)
-
-
-def _worst(verified: Iterable[Verified]) -> Verified:
-    """The largest values among the engines."""
-    found = list(verified)
-    return Verified(
-        seconds=max((one.seconds for one in found), default=0.0),
-        canary_mean=max((one.canary_mean for one in found if one.canary_mean is not None), default=None),
-        canary_max=max((one.canary_max for one in found if one.canary_max is not None), default=None),
-    )
 
 
 _START_ONE = "start one with `treadle engine --join HUB`; the hub's /v1/engines says why others are out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import httpx
@@ -13,6 +14,7 @@ from treadle.config import EngineConfig
 from treadle.engines import joining
 from treadle.engines.joining import own_url, with_settings_of_run
 from treadle.errors import ConfigError, HubError
+from treadle.hub.observer_routes import TABLE_AGE_S
 from treadle.wire.engines import EngineEntry, Engines, ServedEngine
 from treadle.wire.hub import ProcessReport
 
@@ -31,6 +33,7 @@ def report(hub: HubProcess, model: Path) -> None:
     body = msgspec.json.encode(ProcessReport(kind="engine", name="engine", machine="m", pid=1, serves=served))
     answer = httpx.post(f"{hub.url}/v1/reports", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 200
+    time.sleep(TABLE_AGE_S)  # until the table is made again
 
 
 def test_settings_that_are_not_given_are_those_of_the_run(hub, tmp_path):
@@ -52,10 +55,10 @@ def test_settings_are_copied_from_an_engine_that_serves(tmp_path, monkeypatch):
     assert with_settings_of_run(EngineConfig(join="http://127.0.0.1:8000")).dtype == "float32"
 
 
-def test_without_another_engine_the_model_and_the_folder_of_weights_must_be_given(tmp_path, monkeypatch):
+def test_without_another_engine_the_model_must_be_given(tmp_path, monkeypatch):
     monkeypatch.setattr(joining, "fetch_table", lambda _: Engines(engines=[]))
     with pytest.raises(ConfigError, match="no engine reports to the hub") as refused:
-        with_settings_of_run(EngineConfig(join="http://127.0.0.1:8000", model=str(tmp_path)))
+        with_settings_of_run(EngineConfig(join="http://127.0.0.1:8000"))
     assert "--model" in refused.value.fix
     given = EngineConfig(join="http://127.0.0.1:8000", model=str(tmp_path))
     assert with_settings_of_run(given).model == str(tmp_path)

@@ -29,7 +29,7 @@ def test_facts_that_do_not_decode_and_errors_do_not_end_the_exchange(monkeypatch
 
     hub = SimpleNamespace(
         store=SimpleNamespace(is_shared=True, exchange=exchange, change_watchers=[]),
-        presence=Presence(lambda: 0.0, list),
+        presence=Presence(lambda: 0.0, list, lambda _: None),
         batch_signal=SimpleNamespace(somebody_waits_here=False, somebody_waits_elsewhere=False, ring=lambda: None),
         process_reports=SimpleNamespace(standings_here=list, elsewhere=[]),
     )
@@ -46,7 +46,7 @@ def test_facts_that_do_not_decode_and_errors_do_not_end_the_exchange(monkeypatch
 
 
 def test_an_environment_that_this_hub_has_not_heard_of_has_a_full_period(clock) -> None:
-    presence = Presence(clock, list, known=[0])
+    presence = Presence(clock, list, lambda _: None, known=[0])
     clock.now_s += GONE_AFTER_S + 1
     assert not presence.is_alive(0), "registered before this hub started, and silent since"
     assert presence.is_alive(1)

@@ -433,7 +433,6 @@ def test_engines_of_a_run_are_those_that_join_or_serve_in_the_hubs_table(tmp_pat
         httpx.post(hub.url + route, content=msgspec.json.encode(body), headers=headers).raise_for_status()
 
     with HubProcess(tmp_path) as hub:
-        assert not has_engines(hub.url)
         post("/v1/reports", report)
         assert has_engines(hub.url)
         post("/v1/engines/verdicts", out)

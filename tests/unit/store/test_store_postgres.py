@@ -186,7 +186,7 @@ def test_only_the_first_hub_makes_environments_wait_for_the_trainer(url: str, tr
 @pytest.mark.parametrize("is_gone", [False, True], ids=["a new name", "a name of before"])
 def test_environments_of_one_name_at_two_hubs_get_two_ids(url: str, clock, is_gone: bool):
     with PostgresStore.open(url) as first, PostgresStore.open(url) as second:
-        presences = [Presence(clock, list), Presence(clock, list)]
+        presences = [Presence(clock, list, lambda _: None) for _ in range(2)]
         env = RegisterEnv(max_token_length=10, desired_name="gsm8k", weight=1.0, group_size=4)
 
         def register(place: int) -> int:

@@ -43,13 +43,13 @@ def hub(tmp_path):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(fleet, "TEND_EVERY_S", 0.05)
+    monkeypatch.setattr(fleet, "REFRESH_EVERY_S", 0.05)
     monkeypatch.setattr(fleet, "FIRST_RETRY_S", 0.05)
     monkeypatch.setattr(fleet, "TABLE_READ_S", 0.0)
     monkeypatch.setattr(fleet, "table_interval", lambda *_: 0.0)
     yield
     for sync in Trainer.started:  # their threads run until the process ends, and would log into other tests
-        sync._tend = sync._take_out = lambda *_: None
+        sync._refresh_members = sync._take_out = lambda *_: None
     Trainer.started.clear()
 
 
