@@ -636,7 +636,7 @@ def at_the_gate(api, version, write, **changes):
     number = secrets.randbits(62) + 1
     order = {"policy_version": version, "number": number, "gate": gate.inode, "timeout_s": 60.0, **changes}
     with ThreadPoolExecutor(1) as pool:
-        with gate.publishing():
+        with gate.publishing(number):
             adopting = pool.submit(api.post, "/bridge/adopt", **order)
             if gate.wait_until_paused(number, is_over=adopting.done):
                 write(gate, number)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -19,6 +20,8 @@ from treadle.net.client import HttpClient, RetryPolicy
 from treadle.watch.waits import Waits, WaitSpec
 from treadle.wire.bridge import TOKEN_VARIABLE
 from treadle.wire.generate import EngineHealth, GenerateAnswer, GenerateRequest, Wave
+
+T = TypeVar("T")
 
 COMPLETION_LATE_S = 900.0  # without any finished completion the watchdog reports the engine
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"  # a router sends requests with the same key to the same engine
@@ -172,24 +175,27 @@ class EngineClient(AbstractAsyncContextManager["EngineClient"]):
         seeds: Sequence[int] | None = None,
     ) -> list[EngineResult]:
         """Send all prompts at once, as one wave. If one of them fails, the others are cancelled."""
-        tasks = [
-            asyncio.ensure_future(
-                self.generate(
-                    prompt,
-                    n=n,
-                    max_tokens=max_tokens,
-                    temperature=temperature,
-                    seed=None if seeds is None else seeds[index],
-                    wave=Wave(id=wave_id, size=len(prompts), index=index),
-                )
+        return await all_together(
+            self.generate(
+                prompt,
+                n=n,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                seed=None if seeds is None else seeds[index],
+                wave=Wave(id=wave_id, size=len(prompts), index=index),
             )
             for index, prompt in enumerate(prompts)
-        ]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        )
+
+
+async def all_together(requests: Iterable[Awaitable[T]]) -> list[T]:
+    """The results in order. If one fails, or the caller is cancelled, the others are cancelled."""
+    tasks = [asyncio.ensure_future(request) for request in requests]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _completions(answer: GenerateAnswer, num_expected: int) -> list[Completion]:

@@ -21,7 +21,7 @@ from typing import TypeVar
 from treadle.background import awake_s
 from treadle.config.env import ServerConfig
 from treadle.config.section import HUB_TABLE
-from treadle.envs.engine_client import EngineAway, EngineClient, EngineResult, ServedModel
+from treadle.envs.engine_client import EngineAway, EngineClient, EngineResult, ServedModel, all_together
 from treadle.errors import ConfigError, EngineError
 from treadle.log import get_logger
 from treadle.net.client import RetryPolicy
@@ -209,12 +209,8 @@ class EnginePool(AbstractAsyncContextManager["EnginePool"]):
 
         # For few prompts there are fewer parts than engines.
         parts = zip(engines, _equal_parts(len(prompts), len(engines)), strict=False)
-        tasks = [asyncio.ensure_future(ask_part(*one)) for one in parts]
-        try:
-            return [generation for part in await asyncio.gather(*tasks) for generation in part]
-        finally:
-            for task in tasks:
-                task.cancel()
+        answers = await all_together(ask_part(*one) for one in parts)
+        return [generation for part in answers for generation in part]
 
     def _choose(self, fit: Sequence[PoolMember], conversation: str) -> PoolMember:
         chosen = min(fit, key=lambda one: one.num_running)

@@ -21,7 +21,7 @@ from treadle.config.env import EnvConfig
 from treadle.envs.base import Environment, Item, Score
 from treadle.envs.chat import Model, RolloutSampling, Transcript
 from treadle.envs.chat_format import ChatTokenizer
-from treadle.envs.engine_client import EngineResult
+from treadle.envs.engine_client import EngineResult, all_together
 from treadle.envs.engine_pool import InferenceClient
 from treadle.envs.scoring import ScoreRules, as_score
 from treadle.errors import ConfigError, EngineError, RequestError, UserError
@@ -104,12 +104,7 @@ async def _roll_turns(context: EnvContext, item: Item, sampling: RolloutSampling
     if sampling.seed is not None:
         # The seeds of a rollout's turns increase by 1. They must not overlap with those of the next rollout.
         seeds = [(sampling.seed + number * 2**20) % 2**63 for number in range(num_rollouts)]
-    tasks = [asyncio.ensure_future(roll_one(context, item, replace(sampling, seed=seed))) for seed in seeds]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
+    return await all_together(roll_one(context, item, replace(sampling, seed=seed)) for seed in seeds)
 
 
 async def roll_one(context: EnvContext, item: Item, sampling: RolloutSampling) -> Rollout:

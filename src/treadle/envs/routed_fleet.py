@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from treadle.config.env import ServerConfig
-from treadle.envs.engine_client import EngineAway, EngineClient, EngineResult, ServedModel
+from treadle.envs.engine_client import EngineAway, EngineClient, EngineResult, ServedModel, all_together
 from treadle.envs.engine_fleet import FleetEngine, FleetPool, health_of
 from treadle.envs.engine_pool import NO_RETRIES, OldestAllowed, PoolMember, refuse_older
 from treadle.envs.transport import Peer
@@ -121,23 +121,16 @@ class RoutedFleet(FleetPool):
         seeds: Sequence[int] | None = None,
     ) -> list[EngineResult]:
         """Ask for each prompt by itself: an engine would wait for the whole wave, and the router divides it."""
-        tasks = [
-            asyncio.ensure_future(
-                self.generate(
-                    prompt,
-                    n=n,
-                    max_tokens=max_tokens,
-                    temperature=temperature,
-                    seed=None if seeds is None else seeds[index],
-                )
+        return await all_together(
+            self.generate(
+                prompt,
+                n=n,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                seed=None if seeds is None else seeds[index],
             )
             for index, prompt in enumerate(prompts)
-        ]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        )
 
     async def _check_proof(
         self, before: Mapping[str, tuple[FleetEngine, EngineEntry | None]], result: EngineResult

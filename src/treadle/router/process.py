@@ -2,8 +2,8 @@
 
     trainer ── verdicts ──> hub's table ── every 0.25 s ──> this process ── add, remove ──> smg <── requests
 
-smg checks whether engines answer, not which weights they have. So it is told of an engine only while the table says
-that it serves, and of another start at the same address as of another engine. Without one smg answers 404 or 503.
+smg checks whether engines answer, not which weights they have. So it gets an engine only while the table says that it
+serves, and another start at the same address is another engine. Without one smg answers 404 or 503.
 """
 
 from __future__ import annotations

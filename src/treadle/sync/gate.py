@@ -9,7 +9,7 @@
     engine:   gate.abandon(publish_id)                         the trainer is gone: the worker stops waiting
 
 A trainer holds a lock on the file while it publishes. The lock ends with its process, so the engine notices at once
-when the trainer dies.
+when the trainer dies. A cell names the publish of the lock's holder: the next trainer may lock before the engine looks.
 
 Over HTTP the engine would be paused while its busy event loops pass on four messages: tens of milliseconds, for a write
 of three. Here the pause is the write and a few hundredths of a millisecond.
@@ -108,8 +108,8 @@ def _started(pid: int) -> int:
 POLL_S = 0.00005
 _CHECK_TRAINER_S = 0.5
 _LOCK_WAIT_S = 0.2  # an engine that checks for a trainer holds the lock for a moment
-_PAUSED, _WRITTEN, _ABANDONED, _ALLOWED = range(4)  # the cells
-_NUM_BYTES = 8 * 4
+_PAUSED, _WRITTEN, _ABANDONED, _ALLOWED, _PUBLISHING = range(5)  # the cells
+_NUM_BYTES = 8 * 5
 
 
 class PublishGate:
@@ -166,8 +166,8 @@ class PublishGate:
         return os.fstat(self._file.fileno()).st_ino
 
     @contextmanager
-    def publishing(self) -> Iterator[None]:
-        """Hold the lock; one trainer at a time."""
+    def publishing(self, publish_id: int) -> Iterator[None]:
+        """Hold the lock for this publish; one trainer at a time."""
         deadline = time.monotonic() + _LOCK_WAIT_S
         while not _try_lock(self._file, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
@@ -176,16 +176,16 @@ class PublishGate:
                     fix="let one trainer publish to one engine",
                 )
             time.sleep(POLL_S)
+        self._cells[_PUBLISHING] = publish_id
         try:
             yield
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
-    @property
-    def has_trainer(self) -> bool:
-        """Whether a live trainer is publishing."""
+    def is_publishing(self, publish_id: int) -> bool:
+        """Whether the trainer of this publish lives and has not ended it. Another one may hold the lock by now."""
         if not _try_lock(self._probe, fcntl.LOCK_SH):
-            return True
+            return self._cells[_PUBLISHING] == publish_id
         fcntl.flock(self._probe, fcntl.LOCK_UN)
         return False
 
@@ -216,7 +216,7 @@ def check_publish_order(order: Adopt, served: int, gate: PublishGate) -> None:
         what = f"it serves version {served}, where {order.after_version} was published last"
     elif order.gate != gate.inode:
         what = "its weights lie elsewhere than where they were attached"
-    elif not gate.has_trainer:
+    elif not gate.is_publishing(order.number):
         raise RequestError("no trainer is at the gate", fix="lock it first (sync/gate.py); trainers do")
     else:
         return
@@ -231,7 +231,9 @@ async def wait_for_trainer(pausing: asyncio.Future[Any], gate: PublishGate, publ
     passed."""
     deadline = awake_s() + timeout_s
     while not (await asyncio.wait({pausing}, timeout=_CHECK_TRAINER_S))[0]:
-        is_gone = not gate.has_trainer and not gate.was_written(publish_id)  # in this order: it writes, then unlocks
+        is_gone = not gate.is_publishing(publish_id) and not gate.was_written(
+            publish_id
+        )  # in this order: it writes, then unlocks
         if is_gone or awake_s() > deadline:
             return False
     return True

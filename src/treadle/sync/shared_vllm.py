@@ -169,7 +169,7 @@ class SingleCopySync:
         order = Adopt(
             policy_version=version, number=publish_id, gate=gate.inode, after_version=self._served, timeout_s=timeout_s
         )
-        with gate.publishing():
+        with gate.publishing(publish_id):
             adopting = in_background("adopting", lambda: self._engine.post("/bridge/adopt", order, BridgeState))
             if not gate.wait_until_paused(publish_id, is_over=adopting.done):
                 adopting.result()  # raises why the engine did not pause

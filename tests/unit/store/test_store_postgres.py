@@ -202,7 +202,7 @@ def test_environments_of_one_name_at_two_hubs_get_two_ids(url: str, clock, is_go
             presences[1].mark(0)
             rows_of(url, "UPDATE events SET at = at - 60")
         clock.now_s += 60
-        assert [register(0), register(1)] == [0, 1], "neither hub has told the other"
+        assert [register(0), register(1)] == [0, 1], "neither hub knows of the other"
 
 
 def test_fresh_renames_the_queue_unless_another_hub_uses_it(url: str):

@@ -110,7 +110,7 @@ class SmallEngine:
         check_publish_order(order, self.version, gate)
         standing = in_background("standing", lambda: gate.wait_for_write(order.number))
         while not wait((standing,), 0.2).done:
-            if not gate.has_trainer:
+            if not gate.is_publishing(order.number):
                 gate.abandon(order.number)
         held_s = standing.result()
         self._serve_version(order.policy_version)

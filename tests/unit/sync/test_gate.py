@@ -25,7 +25,7 @@ TRAINER_THAT_ENDS = """
 import sys, time
 from pathlib import Path
 from treadle.sync.gate import PublishGate
-with PublishGate(Path(sys.argv[1])).publishing():
+with PublishGate(Path(sys.argv[1])).publishing(int(sys.argv[2])):
     print("publishing", flush=True)
     time.sleep(60)
 """
@@ -86,17 +86,32 @@ def test_abandoning_a_publish_ends_the_pause_with_an_error(path):
 
 
 def test_two_trainers_do_not_publish_at_once(path):
-    with PublishGate(path).publishing():
-        with pytest.raises(SyncError, match="another trainer publishes"), PublishGate(path).publishing():
+    first, second = next(PUBLISH_IDS), next(PUBLISH_IDS)
+    with PublishGate(path).publishing(first):
+        with pytest.raises(SyncError, match="another trainer publishes"), PublishGate(path).publishing(second):
             pass
-        assert PublishGate(path).has_trainer
-    assert not PublishGate(path).has_trainer
-    with PublishGate(path).publishing():
-        pass
+        assert PublishGate(path).is_publishing(first)
+        assert not PublishGate(path).is_publishing(second)
+    assert not PublishGate(path).is_publishing(first)
+    with PublishGate(path).publishing(second):
+        assert not PublishGate(path).is_publishing(first)
+
+
+def test_a_trainer_that_died_is_not_taken_for_the_next_one(path):
+    async def look():
+        pausing = asyncio.get_running_loop().create_future()
+        return await wait_for_trainer(pausing, PublishGate(path), next(PUBLISH_IDS), timeout_s=30)
+
+    with PublishGate(path).publishing(next(PUBLISH_IDS)):
+        started = time.monotonic()
+        assert not asyncio.run(look())
+    assert time.monotonic() - started < 5
 
 
 def test_the_death_of_a_trainer_is_noticed_at_once(path):
-    trainer = subprocess.Popen([sys.executable, "-c", TRAINER_THAT_ENDS, str(path)], stdout=subprocess.PIPE, text=True)
+    number = next(PUBLISH_IDS)
+    words = [sys.executable, "-c", TRAINER_THAT_ENDS, str(path), str(number)]
+    trainer = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     try:
         assert trainer.stdout
         assert trainer.stdout.readline() == "publishing\n"
@@ -105,9 +120,8 @@ def test_the_death_of_a_trainer_is_noticed_at_once(path):
             pausing = asyncio.get_running_loop().create_future()
             asyncio.get_running_loop().call_later(0.7, trainer.kill)
             started = time.monotonic()
-            return await wait_for_trainer(
-                pausing, PublishGate(path), next(PUBLISH_IDS), timeout_s=30
-            ), time.monotonic() - started
+            written = await wait_for_trainer(pausing, PublishGate(path), number, timeout_s=30)
+            return written, time.monotonic() - started
 
         written, seconds = asyncio.run(look())
         assert not written
@@ -125,19 +139,24 @@ def test_a_trainer_may_leave_before_the_engine_has_resumed(path):
         asyncio.get_running_loop().call_later(1.2, pausing.set_result, 0.1)  # longer than it takes to look twice
         return await wait_for_trainer(pausing, PublishGate(path), number, timeout_s=30)
 
-    with PublishGate(path).publishing():
+    with PublishGate(path).publishing(number):
         PublishGate(path).mark_written(number)
     assert asyncio.run(look())
 
 
 def test_a_trainer_that_takes_too_long_is_abandoned(path):
-    async def look():
-        return await wait_for_trainer(
-            asyncio.get_running_loop().create_future(), PublishGate(path), next(PUBLISH_IDS), timeout_s=0.6
-        )
+    number = next(PUBLISH_IDS)
 
-    with PublishGate(path).publishing():
-        assert not asyncio.run(look())
+    async def look():
+        started = time.monotonic()
+        pausing = asyncio.get_running_loop().create_future()
+        written = await wait_for_trainer(pausing, PublishGate(path), number, timeout_s=0.6)
+        return written, time.monotonic() - started
+
+    with PublishGate(path).publishing(number):
+        written, seconds = asyncio.run(look())
+    assert not written
+    assert seconds > 0.6
 
 
 def test_the_error_names_a_missing_gate(tmp_path):
@@ -187,7 +206,7 @@ def test_time_in_which_a_process_is_stopped_does_not_count(tmp_path: Path) -> No
     threading.Thread(target=engine.serve_forever, daemon=True).start()
     words = [sys.executable, "-c", WAITS, f"http://127.0.0.1:{engine.server_port}", str(tmp_path / "gate")]
     trainer = PublishGate(tmp_path / "gate")
-    with trainer.publishing(), subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+    with trainer.publishing(NUMBER), subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "waits\n"
         process.send_signal(signal.SIGSTOP)
