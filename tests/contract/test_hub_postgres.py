@@ -203,9 +203,11 @@ def test_a_post_to_one_hub_wakes_the_trainer_that_waits_at_the_other(hubs: list[
 
 
 def test_hubs_tell_each_other_who_is_there(hubs: list[HubProcess]):
+    verdicts = {"engines": [{"engine_id": "a", "url": "http://a:1", "state": "serving"}], "posted_at": time.time()}
     with hubs[0].client() as first, hubs[1].client() as second:
         register(first)
         env_id = register_env(first)
+        judged = first.post("/v1/engines/verdicts", json=verdicts).json()
         until_s = time.monotonic() + PATIENCE_S
         while True:
             first.get(f"/v1/envs/{env_id}")
@@ -219,6 +221,9 @@ def test_hubs_tell_each_other_who_is_there(hubs: list[HubProcess]):
             assert time.monotonic() < until_s, idle_s
             time.sleep(0.2)
         assert second.get(f"/v1/envs/{env_id}").json()["trainer_waits"]
+        table = second.get("/v1/engines").json()
+        assert (table["has_trainer"], table["engines"][0]["state"]) == (True, "serving")
+        assert judged["spread_s"] == table["spread_s"] > 0, "the trainer waits for the other hubs"
 
 
 def test_events_of_one_hub_reach_readers_at_the_other(hubs: list[HubProcess]):

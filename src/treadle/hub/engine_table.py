@@ -28,26 +28,40 @@ MAX_CHANGES = 2000
 class EngineTable:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
+        self.posted_here: EngineVerdicts | None = None
+        self._in_force: EngineVerdicts | None = None  # posted here or to another hub; None: no trainer has posted any
         self._verdicts: dict[str, EngineVerdict] = {}
-        self._judged_s: float | None = None  # None: no trainer has posted verdicts
+        self._judged_s = 0.0
         self._known: dict[str, EngineEntry] = {}  # as of the last change
         self._changes: deque[EngineChange] = deque(maxlen=MAX_CHANGES)
 
     def judge(self, verdicts: EngineVerdicts) -> None:
+        self.posted_here = verdicts
+        self._take(verdicts)
+
+    def hear(self, posted_elsewhere: Iterable[EngineVerdicts]) -> None:
+        """Verdicts that were posted to other hubs replace those in force if the trainer posted them later."""
+        posted = [*posted_elsewhere, *([] if self.posted_here is None else [self.posted_here])]
+        last = max(posted, key=lambda verdicts: verdicts.posted_at, default=self._in_force)
+        if last is not None and last != self._in_force:
+            self._take(last)
+
+    def _take(self, verdicts: EngineVerdicts) -> None:
+        self._in_force, self._judged_s = verdicts, self._clock()
         self._verdicts = {verdict.engine_id: verdict for verdict in verdicts.engines}
-        self._judged_s = self._clock()
 
     def clear(self) -> None:
-        self._verdicts, self._judged_s = {}, None
+        self.posted_here = self._in_force = None
+        self._verdicts = {}
         self._known.clear()
         self._changes.clear()
 
     def history(self) -> EngineHistory:
         return EngineHistory(now=time.time(), changes=list(self._changes))
 
-    def rows(self, reports: Iterable[LastReport], num_present: int = 1) -> Engines:
+    def rows(self, reports: Iterable[LastReport], num_present: int = 1, spread_s: float = 0.0) -> Engines:
         """The table, ordered by name. An engine that was restarted at an address replaces the one that was there."""
-        judged_s = 0.0 if self._judged_s is None else round(self._clock() - self._judged_s, 1)
+        judged_s = round(self._clock() - self._judged_s, 1)
         reported: dict[str, LastReport] = {}
         for one in reports:
             served = one.report.serves
@@ -63,8 +77,9 @@ class EngineTable:
         self._record(entries)
         return Engines(
             engines=sorted(entries, key=lambda entry: (entry.name, entry.url)),
-            has_trainer=self._judged_s is not None,
+            has_trainer=self._in_force is not None,
             num_present=num_present,
+            spread_s=spread_s,
         )
 
     def _has_verdict(self, served: ServedEngine) -> bool:

@@ -31,6 +31,7 @@ from treadle.hub.endpoint import (
     read_message,
 )
 from treadle.hub.messages import MAX_DIGITS, Refused, whole_number
+from treadle.hub.other_hubs import SPREAD_S
 from treadle.hub.state import BatchSignal, HubState
 from treadle.net import prometheus_text
 from treadle.net.access import why_refused
@@ -217,7 +218,11 @@ class ObserverRoutes:
 
     def _read_table(self) -> Engines:
         hub = self._hub
-        return hub.engine_table.rows(hub.process_reports.engines_of_fleet(), num_present=hub.presence.num_present)
+        return hub.engine_table.rows(
+            hub.process_reports.engines_of_fleet(),
+            num_present=hub.presence.num_present,
+            spread_s=SPREAD_S if hub.store.is_shared else 0.0,
+        )
 
     async def engine_history(self, request: Request) -> Response:
         await self.engines(request)  # an engine that has fallen silent shows now

@@ -1,8 +1,8 @@
 """Work beside other hubs on the same database.
 
 What the queue holds is in the database. The rest a hub knows only from the calls it gets: which environments are alive,
-whether a trainer waits, how the processes stand. Each hub sends it to the others about once a second. A commit of
-another hub wakes the calls that wait for a batch here.
+whether a trainer waits, how the processes stand, which engines serve. Each hub sends it to the others about once a
+second. A commit of another hub wakes the calls that wait for a batch here.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from treadle.hub.presence import GONE_AFTER_S
 from treadle.hub.state import HubState
 from treadle.log import get_logger
 from treadle.store import ReadFailed
+from treadle.wire.engines import EngineVerdicts
 from treadle.wire.hub import LastReport
 
 EXCHANGE_S = 1.0
+SPREAD_S = 2.5 * EXCHANGE_S  # at most, from a fact at one hub to its effect at the others: they send and read in turn
 FACTS_AGE_S = 5.0  # facts of a hub that has been silent for longer are out of date
 log = get_logger("hub")
 
@@ -30,6 +32,7 @@ class HubFacts(msgspec.Struct, frozen=True):
     env_idle_s: dict[int, float]
     trainer_waits: bool
     reports: list[LastReport]
+    verdicts: EngineVerdicts | None = None  # that the trainer posted to this hub
 
 
 _FACTS = msgspec.json.Decoder(HubFacts)
@@ -88,6 +91,7 @@ def _facts_of(hub: HubState) -> HubFacts:
         env_idle_s={env_id: idle_s for env_id, idle_s in seen.items() if idle_s <= GONE_AFTER_S},
         trainer_waits=hub.batch_signal.somebody_waits_here,
         reports=hub.process_reports.standings_here(),
+        verdicts=hub.engine_table.posted_here,
     )
 
 
@@ -97,3 +101,4 @@ def take_facts(hub: HubState, heard: list[HubFacts]) -> None:
             hub.presence.mark(env_id, idle_s)
     hub.batch_signal.somebody_waits_elsewhere = any(facts.trainer_waits for facts in heard)
     hub.process_reports.elsewhere = [report for facts in heard for report in facts.reports]
+    hub.engine_table.hear(facts.verdicts for facts in heard if facts.verdicts is not None)

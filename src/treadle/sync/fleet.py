@@ -378,15 +378,16 @@ class FleetSync:
         self._posts_verdicts = True
         while (table := self._post_verdicts()) is None and awake_s() - began < self._config.publish_deadline_s:
             time.sleep(REFRESH_EVERY_S)
-        num_present = 1 if table is None else table.num_present
-        time.sleep(TABLE_READ_S + table_interval(TABLE_POLL_S, num_present))
+        num_present, spread_s = (1, 0.0) if table is None else (table.num_present, table.spread_s)
+        time.sleep(TABLE_READ_S + spread_s + table_interval(TABLE_POLL_S, num_present))
 
     def _post_verdicts(self) -> Engines | None:
         """The table, with what this trainer knows. Before its first publish those of an earlier one stand."""
         with self._posting:
             with self._lock:
                 verdicts = [member.verdict() for member in self._members.values()]
-            return self._table.exchange(EngineVerdicts(engines=verdicts) if self._posts_verdicts else None)
+            posted = EngineVerdicts(engines=verdicts, posted_at=time.time())
+            return self._table.exchange(posted if self._posts_verdicts else None)
 
 
 def _is_silent(engine_id: str, listed: Iterable[EngineEntry]) -> bool:

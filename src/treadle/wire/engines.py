@@ -56,6 +56,7 @@ class EngineVerdicts(msgspec.Struct, frozen=True, kw_only=True):
     """POST /v1/engines/verdicts: all engines that the trainer publishes to. It replaces what was posted before."""
 
     engines: Annotated[list[EngineVerdict], msgspec.Meta(max_length=MAX_ENGINES)]
+    posted_at: float = 0.0  # Unix time; of verdicts that were posted to several hubs, the last hold
 
 
 class EngineEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +81,7 @@ class Engines(msgspec.Struct, frozen=True, kw_only=True):
     engines: list[EngineEntry]
     has_trainer: bool = False  # whether a trainer publishes to the engines of this table
     num_present: int = 1  # environments that are alive; each reads the table less often the more of them there are
+    spread_s: float = 0.0  # until all hubs of the run show verdicts that were posted to one of them
 
 
 class EngineChange(msgspec.Struct, frozen=True, kw_only=True):

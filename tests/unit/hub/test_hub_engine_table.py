@@ -68,6 +68,28 @@ def test_an_engine_that_reports_elsewhere_stands_as_the_trainer_says():
     assert (entry.url, entry.state, entry.reason, entry.proved_version) == ("http://a:1", "out", "it hangs", 3)
 
 
+def test_the_last_verdicts_hold_whichever_hub_they_were_posted_to():
+    def posted(at: float, state: str) -> EngineVerdicts:
+        return EngineVerdicts(engines=[verdict("a", state=state)], posted_at=at)
+
+    def state() -> str:
+        (entry,) = table.rows([reported("a")]).engines
+        return entry.state
+
+    table = EngineTable(lambda: 0.0)
+    table.hear([posted(10.0, "serving"), posted(9.0, "out")])
+    assert (state(), table.rows([]).has_trainer, table.posted_here) == ("serving", True, None)
+    table.hear([])
+    assert state() == "serving", "a hub that is gone takes no verdicts with it"
+    table.judge(posted(12.0, "joining"))
+    table.hear([posted(11.0, "serving")])
+    assert state() == "joining", "what the trainer posted here is later"
+    table.hear([posted(13.0, "out")])
+    assert state() == "out"
+    table.clear()
+    assert not table.rows([]).has_trainer
+
+
 def test_the_table_is_read_and_written_over_http(client: TestClient):
     report = ProcessReport(kind="engine", name="engine-1", machine="m", pid=1, serves=reported("a").report.serves)
     client.post("/v1/reports", content=msgspec.json.encode(report), headers={"Content-Type": "application/json"})

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from treadle.hub import other_hubs
+from treadle.hub.engine_table import EngineTable
 from treadle.hub.presence import GONE_AFTER_S, Presence
 
 FACTS = msgspec.json.encode({"env_idle_s": {"0": 0.5}, "trainer_waits": True, "reports": []})
@@ -32,6 +33,7 @@ def test_facts_that_do_not_decode_and_errors_do_not_end_the_exchange(monkeypatch
         presence=Presence(lambda: 0.0, list, lambda _: None),
         batch_signal=SimpleNamespace(somebody_waits_here=False, somebody_waits_elsewhere=False, ring=lambda: None),
         process_reports=SimpleNamespace(standings_here=list, elsewhere=[]),
+        engine_table=EngineTable(lambda: 0.0),
     )
 
     async def until_exchanged() -> None:
