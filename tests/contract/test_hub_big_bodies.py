@@ -218,36 +218,45 @@ class TestHostile:
         assert client.post("/scored_data", content=packed, headers=PACKED).status_code == 200
 
 
-def test_others_are_answered_while_60_megabytes_are_posted(hub: HubProcess, client: httpx.Client):
-    """Original: 3.1 s in which nobody else is answered (S9). Three tries: the machine may be busy, the hub may not."""
-    p99_s = []
-    while len(p99_s) < 3 and min(p99_s, default=1.0) >= 0.1:
-        seconds = sorted(_status_times_during(hub, client, sized(60 * 10**6)))
-        p99_s.append(statistics.quantiles(seconds, n=100)[98])
-        worst = [round(each * 1000) for each in seconds[-5:]]
-        print(f"{len(seconds)} calls of /status, p99 {p99_s[-1] * 1000:.0f} ms, worst {worst} ms")
-    assert min(p99_s) < 0.1
+def test_others_are_answered_while_60_megabytes_are_posted(hub: HubProcess, client: httpx.Client, tmp_path: Path):
+    """Original: 3.1 s in which nobody else is answered (S9). Three tries: other processes may keep the machine busy, so
+    a hub without work answers at the same time."""
+    late_s = []
+    with HubProcess(tmp_path) as idle, httpx.Client(base_url=idle.url, timeout=60.0) as idle_client:
+        while len(late_s) < 3 and min(late_s, default=1.0) >= 0.1:
+            asked, beside = _status_times_during(hub, client, idle_client, sized(60 * 10**6))
+            p99_s, idle_p99_s = (statistics.quantiles(seconds, n=100)[98] for seconds in (asked, beside))
+            late_s.append(p99_s - idle_p99_s)
+            print(f"{len(asked)} calls of /status, p99 {p99_s * 1000:.0f} ms, of an idle hub {idle_p99_s * 1000:.0f} ms")
+    assert min(late_s) < 0.1
 
 
-def _status_times_during(hub: HubProcess, client: httpx.Client, body: bytes) -> list[float]:
+def _status_times_during(
+    hub: HubProcess, client: httpx.Client, idle_client: httpx.Client, body: bytes
+) -> tuple[list[float], list[float]]:
     answers: list[int] = []
 
     def post() -> None:
         with httpx.Client(base_url=hub.url, timeout=60.0) as poster:
             answers.append(poster.post("/scored_data", content=body, headers=JSON).status_code)
 
-    client.get("/status")
+    def seconds_of_status(of: httpx.Client) -> float:
+        began = time.monotonic()
+        assert of.get("/status").status_code == 200
+        return time.monotonic() - began
+
+    seconds_of_status(client)
+    seconds_of_status(idle_client)
     posting = threading.Thread(target=post)
     posting.start()
-    seconds = []
+    asked, beside = [], []
     while posting.is_alive():
-        began = time.monotonic()
-        assert client.get("/status").status_code == 200
-        seconds.append(time.monotonic() - began)
+        asked.append(seconds_of_status(client))
+        beside.append(seconds_of_status(idle_client))
         time.sleep(0.005)
     client.get("/reset_data")
     assert answers == [200]
-    return seconds
+    return asked, beside
 
 
 def test_refused_bodies_leave_no_memory_behind_however_many_there_are(hub: HubProcess, client: httpx.Client):
