@@ -191,6 +191,7 @@ def _engine(words: list[str]) -> int:
     from treadle.gpus import use_gpus
     from treadle.launch.folder import is_run, result_of
 
+    run.engine.check_alone()
     use_gpus(run.engine.gpus)
     folder = Path(run.engine.model).expanduser()
     serve(run.engine.model_copy(update={"model": str(result_of(folder))}) if is_run(folder) else run.engine)

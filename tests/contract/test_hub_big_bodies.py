@@ -227,7 +227,9 @@ def test_others_are_answered_while_60_megabytes_are_posted(hub: HubProcess, clie
             asked, beside = _status_times_during(hub, client, idle_client, sized(60 * 10**6))
             p99_s, idle_p99_s = (statistics.quantiles(seconds, n=100)[98] for seconds in (asked, beside))
             late_s.append(p99_s - idle_p99_s)
-            print(f"{len(asked)} calls of /status, p99 {p99_s * 1000:.0f} ms, of an idle hub {idle_p99_s * 1000:.0f} ms")
+            print(
+                f"{len(asked)} calls of /status, p99 {p99_s * 1000:.0f} ms, of an idle hub {idle_p99_s * 1000:.0f} ms"
+            )
     assert min(late_s) < 0.1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -12,12 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
 from tests.e2e.processes import environment, last_lines
 from tests.e2e.runs import metrics_of, newest_run, values_by_step
 from tests.tiny_model import write_tiny_model
+from treadle.net.access_tokens import role_token
 
 ROOT = Path(__file__).parents[2]
 RAY = next(iter((ROOT / ".venv-ray").glob("lib/python*/site-packages")), None)
@@ -43,7 +46,7 @@ def with_ray() -> dict[str, str]:
 
 
 class Nodes:
-    """A cluster of a head, which runs nothing, and three more nodes."""
+    """A cluster of a head, which runs nothing, and further nodes."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -63,8 +66,8 @@ class Nodes:
 
 
 @contextmanager
-def ray_nodes() -> Iterator[Nodes]:
-    command = [sys.executable, str(Path(__file__).with_name("ray_nodes.py")), "3"]
+def ray_nodes(num_nodes: int = 3) -> Iterator[Nodes]:
+    command = [sys.executable, str(Path(__file__).with_name("ray_nodes.py")), str(num_nodes)]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=with_ray()
     )
@@ -79,13 +82,13 @@ def ray_nodes() -> Iterator[Nodes]:
 class Run:
     """A run that was started, and its folder."""
 
-    def __init__(self, output: Path, model: Path, nodes: Nodes) -> None:
+    def __init__(self, output: Path, model: Path, nodes: Nodes, *flags: str) -> None:
         self._output = output
         self._log = output.with_suffix(".log")
         command = [sys.executable, "-m", "treadle", "run", "--output", str(output), "--model", str(model)]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [*command, "--address", nodes.address, *FLAGS], stdout=log, stderr=log, env=with_ray()
+                [*command, "--address", nodes.address, *FLAGS, *flags], stdout=log, stderr=log, env=with_ray()
             )
 
     @property
@@ -187,6 +190,33 @@ def test_a_run_with_kills_ends_with_the_result_of_an_undisturbed_one(tmp_path: P
     assert values_by_step(run.folder) == expected
     last = "checkpoints/final_model/model.safetensors"
     assert (run.folder / last).read_bytes() == (calm.folder / last).read_bytes()
+
+
+def test_the_machine_of_one_of_several_engines_may_be_lost(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", hidden_size=32, num_layers=2)
+    log = tmp_path / "runs.log"
+    with ray_nodes(4) as nodes:
+        run = Run(tmp_path / "runs", model, nodes, "--cluster.nodes", "3", "--engines", "2", "--steps", "1000")
+        try:
+            run.until(lambda: run.last_step() >= 3, "training")
+            assert re.search(r"machine 1 is \w+ \(\S+\): engine-1\n", log.read_text()), log.read_text()
+            nodes.kill(re.findall(r"machine 1 is (\w+)", log.read_text())[-1])
+            lost_at = run.last_step()
+            run.until(lambda: run.last_step() >= lost_at + 5, "training without the engine of the lost machine")
+            starts = run.folder / "logs" / "engine-1.log"
+            run.until(lambda: starts.read_text().count("engine listening") == 2, "a new start of the lost engine")
+            run.until(lambda: serving(run.folder) == ["engine", "engine-1"], "a proof by the lost engine")
+        finally:
+            run.process.kill()
+
+
+def serving(folder: Path) -> list[str]:
+    """The engines that serve, by the hub's table."""
+    config = json.loads((folder / "config.json").read_text())
+    secret = config["hub"]["token_file"]
+    headers = {"Authorization": f"Bearer {role_token(Path(secret).read_text().strip(), 'observer')}"} if secret else {}
+    table = httpx.get(f"http://{config['hub']['host']}:{config['hub']['port']}/v1/engines", headers=headers).json()
+    return [entry["name"] for entry in table["engines"] if entry["state"] == "serving"]
 
 
 def test_no_process_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""Runs on SLURM: Debian's slurmctld and slurmd, two nodes of which are this machine."""
+"""Runs on SLURM: Debian's slurmctld and slurmd, three nodes of which are this machine."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -51,8 +52,10 @@ MpiDefault=none
 KillWait=5
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cores}
 NodeName=n2 NodeHostname={host} NodeAddr={address} Port={ports[2]} CPUs={cores}
+NodeName=n3 NodeHostname={host} NodeAddr={address} Port={ports[3]} CPUs={cores}
 PartitionName=main Nodes=ALL Default=YES State=UP
 """
+NODES = ("n1", "n2", "n3")
 LOOPBACK = OUTSIDE = "127.0.0.1"
 with suppress(OSError):  # there is no network
     OUTSIDE = address_towards("192.0.2.1", 9)  # nothing is sent
@@ -67,23 +70,23 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 180) -> Non
 
 @pytest.fixture
 def slurm(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
-    """A cluster of two nodes; the variables by which its commands find it. The parameter is the address of the second
-    node; that of the first is always loopback, as with Debian's /etc/hosts."""
+    """A cluster of three nodes; the variables by which its commands find it. The parameter is the address of all but
+    the first node; that is always loopback, as with Debian's /etc/hosts."""
     folder = tmp_path / "slurm"
-    for name in ("n1", "n2"):
+    for name in NODES:
         (folder / name).mkdir(parents=True)
     key, conf = folder / "munge.key", folder / "slurm.conf"
     key.write_bytes(os.urandom(64))
     key.chmod(0o400)
     cores = len(os.sched_getaffinity(0))
-    address, ports = getattr(request, "param", LOOPBACK), [free_port() for _ in range(3)]
+    address, ports = getattr(request, "param", LOOPBACK), [free_port() for _ in range(4)]
     conf.write_text(CONF.format(host=socket.gethostname(), folder=folder, ports=ports, cores=cores, address=address))
     variables = {"SLURM_CONF": str(conf)}
     munge = [f"--{name}-file={folder / 'munge'}.{name}" for name in ("key", "log", "pid", "seed")]
     commands = [
         ["munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *munge],
         ["slurmctld", "-D"],
-        *(["slurmd", "-D", "-N", name] for name in ("n1", "n2")),
+        *(["slurmd", "-D", "-N", name] for name in NODES),
     ]
     daemons = []
     with (folder / "daemons.log").open("ab") as log:
@@ -92,7 +95,7 @@ def slurm(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, 
                 daemons.append(subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **variables}))
                 if command[0] == "munged":
                     until((folder / "munge.socket").exists, "listening", 20)
-            until(lambda: called("sinfo", "-h", "-o", "%t %D", env=variables) == "idle 2", "idle", 60)
+            until(lambda: called("sinfo", "-h", "-o", "%t %D", env=variables) == "idle 3", "idle", 60)
             yield variables
         finally:
             called("scancel", "--full", "--user=root", env=variables)
@@ -173,6 +176,26 @@ def test_a_stopped_job_saves_resumes_and_leaves_nothing_when_killed(slurm, tmp_p
     launcher.kill()
     until(lambda: has_ended(slurm, job), "over", 60)
     until(lambda: processes_of(output) == [], "without processes", 60)
+
+
+@pytest.mark.parametrize("slurm", [OUTSIDE], indirect=True)
+def test_engines_of_a_job_have_machines_and_may_die(slurm, tmp_path: Path) -> None:
+    model, output = write_tiny_model(tmp_path / "model", hidden_size=32, num_layers=2), tmp_path / "runs"
+    flags = (*TINY_RUN, "--model", str(model), "--output", str(output), "--steps", "60")
+    job = run_job(slurm, *flags, "--cluster.nodes", "3", "--engines", "2")
+    log = output / f"slurm-{job}.log"
+    for num_steps, name in ((3, "engine-1"), (15, "engine")):
+        until(lambda num=num_steps: has_steps(output, num) or has_ended(slurm, job), f"step {num_steps}")
+        assert not has_ended(slurm, job), log.read_text()
+        engines = [process for process in processes_of(output) if process.cmdline()[2:4] == ["treadle", "engine"]]
+        next(engine for engine in engines if name in engine.cmdline()).kill()
+    until(lambda: has_ended(slurm, job), "over")
+    said = log.read_text()
+    assert summary_of(output)["is_complete"], said
+    for name in ("engine", "engine-1"):
+        assert f"{name} ended (" in said, said
+    for number, processes in enumerate(("hub, engine", "engine-1", "env, trainer")):
+        assert re.search(rf"machine {number} is \S+ \(\S+\): {processes}\n", said), said
 
 
 @pytest.mark.skipif(OUTSIDE == LOOPBACK, reason="this machine has only its loopback address")

@@ -6,7 +6,8 @@
     more   the first: as few as hold the model      a rank on each of the others
            and MIN_SEQUENCES sequences, at most
            half of the GPUs unless the weights
-           alone need more
+           alone need more; several engines get
+           this number each
 
 `treadle run` uses it for its processes, `treadle plan` for its suggestions. The sizes that it compares are estimates;
 no layout was measured against another.
@@ -83,6 +84,7 @@ class GpuWishes:
     train_gpus: tuple[int, ...] | None = None
     tensor_parallel: int | None = None
     ranks: int | None = None
+    num_engines: int = 1
     is_one_copy: bool = False  # engine and trainer share one copy of the weights, which needs one GPU for both
     can_split: bool = True  # the engine works with tensor parallelism
 
@@ -92,14 +94,17 @@ NO_WISHES = GpuWishes()
 
 @dataclass(frozen=True)
 class Placement:
-    """The GPUs of the engine and of the trainer ranks, one for each rank.
+    """The GPUs of the engines and of the trainer ranks, one for each rank.
 
     >>> print(Placement((0, 1), (2, 3)))
     engine on GPUs 0-1 (tensor parallel 2), trainer on GPUs 2-3 (2 ranks)
+    >>> print(Placement((0, 1), (2,), num_engines=2))
+    2 engines on GPUs 0-1, trainer on GPU 2
     """
 
     engine_gpus: tuple[int, ...]
     train_gpus: tuple[int, ...]
+    num_engines: int = 1
 
     @property
     def is_shared(self) -> bool:
@@ -108,7 +113,8 @@ class Placement:
 
     @property
     def tensor_parallel(self) -> int:
-        return len(self.engine_gpus)
+        """GPUs of each engine."""
+        return len(self.engine_gpus) // self.num_engines
 
     @property
     def ranks(self) -> int:
@@ -119,7 +125,8 @@ class Placement:
             return f"engine and trainer share {name_gpus(self.engine_gpus)}"
         split = f" (tensor parallel {self.tensor_parallel})" if self.tensor_parallel > 1 else ""
         several = f" ({self.ranks} ranks)" if self.ranks > 1 else ""
-        return f"engine on {name_gpus(self.engine_gpus)}{split}, trainer on {name_gpus(self.train_gpus)}{several}"
+        engines = "engine" if self.num_engines == 1 else counted(self.num_engines, "engine")
+        return f"{engines} on {name_gpus(self.engine_gpus)}{split}, trainer on {name_gpus(self.train_gpus)}{several}"
 
 
 def settings_on_own_gpus(run: RunConfig, explicit: frozenset[str]) -> dict[str, Any]:
@@ -168,18 +175,19 @@ def choose_placement(
     if wishes.is_one_copy or is_none_left:
         return _share_gpu(gpus, engine or train or tuple(gpus[:1]), wishes)
     if engine is None:
-        most = len(rest) - (0 if train else wishes.ranks or 1)
+        most = (len(rest) - (0 if train else wishes.ranks or 1)) // wishes.num_engines
         if most < 1 and len(gpus) == 1:
             return _share_gpu(gpus, tuple(gpus), wishes)
         if most < (wishes.tensor_parallel or 1):
             raise _too_few(gpus, wishes)
-        size = wishes.tensor_parallel or _choose_size(most, len(gpus) // 2, gpu_bytes, demand, wishes)
-        engine, rest = rest[:size], rest[size:]
+        half = len(gpus) // 2 // wishes.num_engines
+        size = wishes.tensor_parallel or _choose_size(most, half, gpu_bytes, demand, wishes)
+        engine, rest = rest[: size * wishes.num_engines], rest[size * wishes.num_engines :]
     if train is None:
         train = rest[: wishes.ranks or len(rest)]
         if len(train) < (wishes.ranks or 1):
             raise _too_few(gpus, wishes)
-    placement = Placement(engine, train)
+    placement = Placement(engine, train, wishes.num_engines)
     if placement.is_shared and (engine != train or len(engine) > 1):
         raise ConfigError(
             f"{name_gpus(sorted(set(engine) & set(train)))} would be used by the engine and by the trainer",
@@ -203,7 +211,8 @@ def _choose_size(most: int, half: int, gpu_bytes: int, demand: EngineDemand, wis
 def _share_gpu(gpus: Sequence[int], chosen: tuple[int, ...], wishes: GpuWishes) -> Placement:
     """Engine and trainer on the same GPU."""
     are_apart = None not in (wishes.engine_gpus, wishes.train_gpus) and wishes.engine_gpus != wishes.train_gpus
-    is_one_gpu = len(chosen) == 1 and (wishes.ranks or 1) == 1 and (wishes.tensor_parallel or 1) == 1
+    counts = (len(chosen), wishes.ranks or 1, wishes.tensor_parallel or 1, wishes.num_engines)
+    is_one_gpu = counts == (1, 1, 1, 1)
     if wishes.is_one_copy and (are_apart or not is_one_gpu):
         raise ConfigError(
             "one copy of the weights is for an engine and one trainer process on the same, single GPU",
@@ -215,14 +224,18 @@ def _share_gpu(gpus: Sequence[int], chosen: tuple[int, ...], wishes: GpuWishes) 
 
 
 def _too_few(gpus: Sequence[int], wishes: GpuWishes) -> ConfigError:
-    engine = len(wishes.engine_gpus or ()) or wishes.tensor_parallel or 1
+    number = wishes.num_engines
+    engine = len(wishes.engine_gpus or ()) or number * (wishes.tensor_parallel or 1)
     ranks = len(wishes.train_gpus or ()) or wishes.ranks or 1
-    if engine > 1 and len(gpus) <= engine:
+    if number > 1 and len(gpus) <= engine:
+        fix = f"fewer engines: --engines {max(1, (len(gpus) - 1) * number // engine)}"
+    elif engine > 1 and len(gpus) <= engine:
         fix = "an engine on fewer GPUs: --engine.tensor-parallel-size 1, or fewer in --engine.gpus"
     else:
         fix = f"fewer trainer ranks: --train.ranks {max(1, len(gpus) - engine)}, or fewer in --train.gpus"
+    engines = "an engine" if number == 1 else counted(number, "engine")
     return ConfigError(
-        f"an engine on {counted(engine, 'GPU')} and {counted(ranks, 'trainer rank')} need {engine + ranks} GPUs, and "
+        f"{engines} on {counted(engine, 'GPU')} and {counted(ranks, 'trainer rank')} need {engine + ranks} GPUs, and "
         f"this run can use {name_gpus(gpus)}",
         fix=fix,
     )
@@ -237,9 +250,17 @@ def _check_wishes(gpus: Sequence[int], wishes: GpuWishes) -> None:
             raise ConfigError(
                 f"there is no {name_gpus(missing)}: this run can use {there}", fix=f"{flag} with numbers of those"
             )
-    _check_count(wishes.engine_gpus, wishes.tensor_parallel, "engine.gpus", "engine.tensor-parallel-size")
+    num_engine_gpus = len(wishes.engine_gpus or ())
+    if wishes.num_engines == 1:
+        _check_count(wishes.engine_gpus, wishes.tensor_parallel, "engine.gpus", "engine.tensor-parallel-size")
+    elif num_engine_gpus % (wishes.num_engines * (wishes.tensor_parallel or 1)):
+        raise ConfigError(
+            f"engine.gpus names {num_engine_gpus} GPUs ({as_ranges(wishes.engine_gpus or ())}), which "
+            f"{wishes.num_engines} engines cannot divide",
+            fix="leave --engine.gpus out, or name as many for each engine",
+        )
     _check_count(wishes.train_gpus, wishes.ranks, "train.gpus", "train.ranks")
-    if not wishes.can_split and max(len(wishes.engine_gpus or ()), wishes.tensor_parallel or 1) > 1:
+    if not wishes.can_split and max(num_engine_gpus // wishes.num_engines, wishes.tensor_parallel or 1) > 1:
         raise ConfigError("the transformers engine runs on one GPU", fix="--engine.engine vllm, or one GPU for it")
 
 

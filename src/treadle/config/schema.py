@@ -101,8 +101,8 @@ class EngineConfig(Section):
     device: str = shared("device")
     gpus: Numbers = option(
         None,
-        "GPUs: 0-3 or 4,5; numbers within CUDA_VISIBLE_DEVICES; several: tensor parallel; empty: "
-        "treadle run chooses them, and an engine that is started alone uses device",
+        "GPUs: 0-3 or 4,5; numbers within CUDA_VISIBLE_DEVICES; several: tensor parallel, or those of --engines N; "
+        "empty: treadle run chooses them, and an engine that is started alone uses device",
     )
     dtype: EngineDtype = option(
         "fast",
@@ -142,12 +142,27 @@ class EngineConfig(Section):
     @model_validator(mode="after")
     def _fits_its_gpus(self) -> EngineConfig:
         check_gpus(self.gpus, self.device)
-        if self.gpus is not None and len(self.gpus) != self.tensor_parallel_size:
+        if self.gpus is not None and len(self.gpus) % self.tensor_parallel_size:
             raise ValueError(
                 f"engine.gpus names {len(self.gpus)} GPUs and tensor_parallel_size is {self.tensor_parallel_size}: "
                 "leave one of them out"
             )
         return self
+
+    def check_alone(self) -> None:
+        """One engine uses all GPUs that are named."""
+        if len(self.gpus_of_each) > 1:
+            raise ConfigError(
+                f"engine.gpus names {len(self.gpus or ())} GPUs and tensor_parallel_size is "
+                f"{self.tensor_parallel_size}",
+                fix="leave one of them out",
+            )
+
+    @property
+    def gpus_of_each(self) -> list[tuple[int, ...]]:
+        """The GPUs of each engine of a machine, if they are named: [(0, 1), (2, 3)]."""
+        gpus, size = self.gpus or (), self.tensor_parallel_size
+        return [gpus[first : first + size] for first in range(0, len(gpus), size)]
 
     @model_validator(mode="after")
     def _shares_no_packed_weights(self) -> EngineConfig:
@@ -230,14 +245,25 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _mode_of_fleet(cls, values: Any) -> Any:
-        """Several engines get the weights through files, if nobody chose how."""
-        if not isinstance(values, dict) or not isinstance(train := values.get("train", {}), dict):
+    def _settings_of_fleet(cls, values: Any) -> Any:
+        """Several engines get the weights through files, if nobody chose how, and divide the GPUs."""
+        if not isinstance(values, dict):
             return values
-        urls = values.get("engine_url")
-        if names_fleet(urls) if urls else str(values.get("engines", 1)) != "1":
-            return values | {"train": {"weight_bridge_mode": "reload"} | train}
+        train, engine, urls = values.get("train", {}), values.get("engine", {}), values.get("engine_url")
+        num_engines = str(values.get("engines", 1))
+        if isinstance(train, dict) and (names_fleet(urls) if urls else num_engines != "1"):
+            values = values | {"train": {"weight_bridge_mode": "reload"} | train}
+        if isinstance(engine, dict) and num_engines.isdecimal() and int(num_engines) > 1 and engine.get("gpus"):
+            gpus = parse_numbers(engine["gpus"])
+            if isinstance(gpus, tuple | list) and gpus and len(gpus) % int(num_engines) == 0:
+                values = values | {"engine": {"tensor_parallel_size": len(gpus) // int(num_engines)} | engine}
         return values
+
+    @model_validator(mode="after")
+    def _one_engine_has_its_gpus(self) -> RunConfig:
+        if self.engines == 1:
+            self.engine.check_alone()
+        return self
 
     @property
     def environments(self) -> tuple[EnvConfig, ...]:

@@ -54,6 +54,7 @@ from treadle.launch.process_plan import (
     AccessTokens,
     RunPlan,
     build_plan,
+    engines_of_machine,
     server_addresses,
 )
 from treadle.launch.restarts import EngineRestarts, Progress, Replacements, TrainerRestarts
@@ -217,7 +218,7 @@ def _planner(
         config = attached.config
         settled = {*config.keys_of_envs("pace"), *config.keys_of_envs("group_size")}  # by preflight.py
         chosen = (attached.derived | settled | placed) - explicit
-        processes = place_processes(plan.processes, places.machines)
+        processes = place_processes(plan.processes, places.machines, engines_of_machine(plan.config, facts))
         notes = plan.notes
         if config.cluster.scheduler != "local":
             notes += describe_machines(processes, places.machines)

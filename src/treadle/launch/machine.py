@@ -46,6 +46,7 @@ class MachineFacts:
     python: str = sys.executable
     environment: Mapping[str, str] = field(default_factory=dict)
     gpus: tuple[Gpu, ...] = ()  # that nvidia-smi lists; empty if it is not installed
+    num_machines: int = 1  # of the run
 
 
 def read_machine_facts(ports: Mapping[str, int]) -> MachineFacts:

@@ -1,6 +1,7 @@
 """Distribute a run over several machines: what runs where, at which addresses, and how the ranks meet. Pure.
 
-machine 0     hub (on Ray: with the launcher), engine
+machine 0     hub (on Ray: with the launcher), engine; several engines fill the first machines, as many on each as
+              its GPUs hold, without GPUs one
 the others    the trainer ranks, evenly, and the environments, in turns
 one machine   everything, with the same settings as without a scheduler
 """
@@ -55,13 +56,15 @@ def settings_for(
     _check_addresses((launcher, *machines))
     hosts = {"hub": launcher.address, "engine": machines[0].address}
     settings: dict[str, Any] = {}
+    if config.has_router:  # it asks for the token of the engines
+        settings["router.host"] = _LOOPBACK if is_one else machines[0].address
     for server, address in hosts.items():
         host = settings[f"{server}.host"] = _LOOPBACK if is_one else address
         needs_file = not is_loopback_host(host) and _TOKEN_VARIABLES[server] not in environment
         settings[f"{server}.token_file"] = config.output / _TOKEN_FILES[server] if needs_file else None
     settings["train.broadcast_by"] = _TRAIN_DEFAULTS["broadcast_by"].default
     if len(machines) > 1:
-        settings |= _apart(config, explicit, len(machines) - 1)
+        settings |= _apart(config, explicit, len(machines))
     return {key: value for key, value in settings.items() if key not in explicit}
 
 
@@ -76,25 +79,35 @@ def _check_addresses(machines: Sequence[Machine]) -> None:
         )
 
 
-def _apart(config: RunConfig, explicit: frozenset[str], num_others: int) -> dict[str, Any]:
-    """Settings of an engine and trainer ranks on different machines."""
-    train, num_gpus = config.train, gpus_of_each(config)
-    if config.engines != 1 and not config.engine_url:
-        raise ConfigError(
-            f"--engines {config.engines}: a run on several machines starts one engine",
-            fix="drop it, or --cluster.nodes",
-        )
+def _apart(config: RunConfig, explicit: frozenset[str], num_machines: int) -> dict[str, Any]:
+    """Settings of engines and trainer ranks on different machines."""
+    train, num_gpus, split = config.train, gpus_of_each(config), config.engine.tensor_parallel_size
     keeps_one_copy = train.mode.in_memory and "train.use_shared_memory" in explicit and not train.use_shared_memory
     if train.single_copy or keeps_one_copy or train.broadcast_by == "memory":
         raise ConfigError(
             "engine and trainer on different machines share no memory",
             fix="drop --train.single-copy, --train.use-shared-memory and --train.broadcast-by, or --cluster.nodes",
         )
+    if num_gpus and split > num_gpus:
+        raise ConfigError(
+            f"engine.tensor_parallel_size {split} needs as many GPUs of one machine, and --cluster.gpus-per-node is "
+            f"{num_gpus}",
+            fix=f"--engine.tensor-parallel-size {num_gpus}",
+        )
+    num_slots = max(1, num_gpus // split)  # for engines, on each machine
+    num_with_engines = engine_machines(config.engines, num_slots)
+    num_others = num_machines - num_with_engines
+    if num_others < 1:
+        raise ConfigError(
+            f"{config.engines} engines fill {num_with_engines} machines, and the trainer needs another one",
+            fix=f"--cluster.nodes {num_with_engines + 1}, or --engines {(num_machines - 1) * num_slots}",
+        )
     ranks = train.ranks if "train.ranks" in explicit else num_others * max(1, num_gpus)
     if ranks % num_others:
+        whose = "the engine has the first" if num_with_engines == 1 else f"engines have the first {num_with_engines}"
         raise ConfigError(
-            f"{ranks} trainer ranks cannot be distributed evenly over {num_others} machines (the engine has the first "
-            f"of {num_others + 1})",
+            f"{ranks} trainer ranks cannot be distributed evenly over {num_others} machines ({whose} "
+            f"of {num_machines})",
             fix=f"--train.ranks {num_others * -(-ranks // num_others)}",
         )
     if num_gpus and ranks // num_others > num_gpus:
@@ -103,15 +116,9 @@ def _apart(config: RunConfig, explicit: frozenset[str], num_others: int) -> dict
             f"--cluster.gpus-per-node is {num_gpus}",
             fix=f"--train.ranks {num_others * num_gpus}",
         )
-    split = config.engine.tensor_parallel_size
-    if num_gpus and split > num_gpus:
-        raise ConfigError(
-            f"engine.tensor_parallel_size {split} needs as many GPUs of one machine, and --cluster.gpus-per-node is "
-            f"{num_gpus}",
-            fix=f"--engine.tensor-parallel-size {num_gpus}",
-        )
+    num_engines = -(-config.engines // num_with_engines)  # on each machine
     settings: dict[str, Any] = {
-        "engine.gpus": tuple(range(split)) if num_gpus else None,
+        "engine.gpus": tuple(range(split * max(1, num_engines))) if num_gpus else None,
         "train.gpus": None,  # each rank takes the GPU of its local number
         "train.ranks": ranks,
     }
@@ -120,6 +127,11 @@ def _apart(config: RunConfig, explicit: frozenset[str], num_others: int) -> dict
     if train.mode.in_memory:
         settings |= {"train.use_shared_memory": True, "train.broadcast_by": "nccl" if num_gpus else "gloo"}
     return settings
+
+
+def engine_machines(num_engines: int, num_of_each: int) -> int:
+    """Machines that engines need; the first has the hub, and trainer ranks only without other machines."""
+    return max(1, -(-num_engines // num_of_each))
 
 
 def gpus_of_each(config: RunConfig) -> int:
@@ -133,31 +145,38 @@ def facts_on(facts: MachineFacts, config: RunConfig, machines: Sequence[Machine]
     """The facts that a plan for these machines needs. On several, `settings_for` has chosen the GPUs."""
     num_gpus = gpus_of_each(config)
     if len(machines) > 1:
-        return replace(facts, gpus=(), has_gpu=num_gpus > 0)
+        return replace(facts, gpus=(), has_gpu=num_gpus > 0, num_machines=len(machines))
     if config.cluster.scheduler == "ray":  # the machine may be another than this one
         return replace(facts, gpus=(Gpu("", 0),) * num_gpus, has_gpu=num_gpus > 0)
     return facts
 
 
-def place_processes(specs: Sequence[ProcessSpec], machines: Sequence[Machine]) -> tuple[ProcessSpec, ...]:
-    """The processes with their machines; ranks with the address of rank 0 and their number on their machine."""
+def place_processes(
+    specs: Sequence[ProcessSpec], machines: Sequence[Machine], engines_of_each: int = 1
+) -> tuple[ProcessSpec, ...]:
+    """The processes with their machines; ranks with the address of rank 0 and their number on their machine.
+    `engines_of_each`: the most that a machine has."""
     if len(machines) == 1:
         return tuple(specs)
-    num_others = len(machines) - 1
-    num_ranks = sum(spec.kind == "trainer" for spec in specs)
+    num_engines, num_ranks = (sum(spec.kind == kind for spec in specs) for kind in ("engine", "trainer"))
+    first = engine_machines(num_engines, engines_of_each)  # of the trainer's machines
+    num_others = len(machines) - first
     seen: dict[str, int] = {}
     placed = []
     for spec in specs:
         number = seen[spec.kind] = seen.get(spec.kind, -1) + 1
         if spec.kind == "trainer":
             each = num_ranks // num_others
-            variables = _rank_variables(number % each, each, machines[1].address) if num_ranks > 1 else {}
+            variables = _rank_variables(number % each, each, machines[first].address) if num_ranks > 1 else {}
             env = {name: value for name, value in spec.env.items() if name not in variables} | variables
-            if num_ranks > 1 and not is_loopback_host(machines[1].address):
+            if num_ranks > 1 and not is_loopback_host(machines[first].address):
                 env.pop("GLOO_SOCKET_IFNAME", None)  # the loopback interface
-            placed.append(replace(spec, node=1 + number // each, env=env))
+            placed.append(replace(spec, node=first + number // each, env=env))
         elif spec.kind == "env":
-            placed.append(replace(spec, node=1 + number % num_others))
+            placed.append(replace(spec, node=first + number % num_others))
+        elif spec.kind == "engine":
+            node = number // engines_of_each
+            placed.append(replace(spec, node=node) if node == 0 else spec.at_host(machines[node].address, node))
         else:
             placed.append(replace(spec, node=0))
     return tuple(placed)

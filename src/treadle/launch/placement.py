@@ -41,6 +41,9 @@ class ProcessHandle(Protocol):
 
 
 class Placement(Protocol):
+    def has_machine(self, spec: ProcessSpec) -> bool:
+        """Whether `start` need not wait for a machine."""
+
     def start(self, spec: ProcessSpec) -> ProcessHandle:
         """Start a process whose output is appended to `spec.log_path`."""
 
@@ -113,6 +116,9 @@ class LocalPlacement:
         listener = self._listeners.pop(name, None)
         if listener is not None:
             listener.close()
+
+    def has_machine(self, _: ProcessSpec) -> bool:
+        return True
 
     def start(self, spec: ProcessSpec) -> LocalProcess:
         listener = self._listeners.pop(spec.name, None)

@@ -33,8 +33,6 @@ def check_scheduler(config: RunConfig) -> None:
         servers = " and ".join(config.attached_urls)
         flags = " and ".join(f"--{server}-url" for server in config.attached_urls)
         raise ConfigError(f"a run on {scheduler} starts its own {servers}", fix=f"leave {flags} out")
-    if scheduler in ("ray", "k8s") and config.engines != 1:
-        raise ConfigError(f"--engines {config.engines}: a run on Ray starts one engine", fix="leave it out")
 
 
 @contextmanager

@@ -42,6 +42,7 @@ from treadle.store.choice import RUN_FILE
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
 
 CONFIG_FILE = "config.json"
+HOST_FLAG = "--host"
 PORT_FLAG = "--port"
 LOG_FOLDER = "logs"
 # Unless the user set them. glibc gives each thread a heap of its own, and keeps what is freed in it: with one heap, the
@@ -98,15 +99,25 @@ class ProcessSpec:
     ready_url: str | None = None
     ready_timeout_s: float = 120.0
     node: int = 0  # of the machines of the run
+    may_move: bool = False  # nobody depends on its address: it reports its URL to the hub
     first_flags: tuple[str, ...] = ()  # at the end of `argv`: left out once it has been ready
 
     def at_port(self, port: int) -> ProcessSpec:
-        """The same server at another port of this machine."""
-        place = self.argv.index(PORT_FLAG) + 1
-        argv = (*self.argv[:place], str(port), *self.argv[place + 1 :])
-        url = urlsplit(self.ready_url or "")
-        address = url.netloc.rpartition(":")[0]
-        return replace(self, argv=argv, ready_url=url._replace(netloc=f"{address}:{port}").geturl())
+        """The same server at another port of its machine."""
+        return self._with_flag(PORT_FLAG, str(port), urlsplit(self.ready_url or "").hostname or "", port)
+
+    def at_host(self, host: str, node: int) -> ProcessSpec:
+        """The same server on another machine."""
+        port = urlsplit(self.ready_url or "").port or 0
+        return replace(self._with_flag(HOST_FLAG, host, host, port), node=node)
+
+    def _with_flag(self, flag: str, value: str, host: str, port: int) -> ProcessSpec:
+        argv = self.argv
+        if flag in argv:
+            place = argv.index(flag)
+            argv = (*argv[:place], *argv[place + 2 :])
+        path = urlsplit(self.ready_url or "").path
+        return replace(self, argv=(*argv, flag, value), ready_url=f"{url_to(host, port)}{path}")
 
     @property
     def kind(self) -> str:
@@ -170,7 +181,7 @@ def build_plan(
         "hub.database": run_folder / RUN_FILE,
         "engine.hub_url": hub_url,
         "hub.run_folder": run_folder,
-        "engine.threads": max(1, threads // max(1, config.engines)),
+        "engine.threads": max(1, threads // max(1, engines_of_machine(config, facts))),
         "engine.max_model_len": longest,
         "engine.max_num_seqs": concurrent_sequences(config, explicit),
         "train.seq_len": longest,
@@ -212,6 +223,22 @@ def engine_names(config: RunConfig) -> list[str]:
     if config.engine_url:
         return []
     return [f"engine-{place}" if place else "engine" for place in range(config.engines)]
+
+
+def engines_of_machine(config: RunConfig, facts: MachineFacts) -> int:
+    """The most engines that a machine of the run has."""
+    if facts.num_machines == 1:
+        return config.engines
+    return max(1, len(config.engine.gpus_of_each))
+
+
+def _engine_flags(config: RunConfig, facts: MachineFacts, name: str, place: int) -> tuple[str, ...]:
+    """What one engine of several has of its own."""
+    if not config.has_fleet:
+        return ()
+    flags = ("--name", name, PORT_FLAG, str(facts.ports[name]))
+    shares = config.engine.gpus_of_each
+    return (*flags, "--gpus", ",".join(map(str, shares[place % len(shares)]))) if shares else flags
 
 
 def _engines_of(config: RunConfig, urls: tuple[str, ...], hub_url: str) -> dict[str, Any]:
@@ -386,7 +413,9 @@ def _processes(
             **secret_variable(settings, *SECTIONS_OF_PROCESS[kind or name]),
             **(rank_variables(rank, ranks) if kind == "trainer" else {}),
         }
-        return ProcessSpec(name, argv, environment, run_folder / LOG_FOLDER / f"{name}.log", ready_url, timeout_s)
+        may_move = kind == "engine" and config.has_fleet
+        log_path = run_folder / LOG_FOLDER / f"{name}.log"
+        return ProcessSpec(name, argv, environment, log_path, ready_url, timeout_s, may_move=may_move)
 
     engine_threads = config.engine.threads or facts.num_cores
     train_threads = config.train.threads or max(1, facts.num_cores // ranks)
@@ -403,9 +432,9 @@ def _processes(
                 ready_url=f"{url}/health",
                 timeout_s=900.0,
                 kind="engine",
-                flags=("--name", name, PORT_FLAG, str(facts.ports[name])) if config.has_fleet else (),
+                flags=_engine_flags(config, facts, name, place),
             )
-            for name, url in zip(engine_names(config), engine_urls, strict=False)
+            for place, (name, url) in enumerate(zip(engine_names(config), engine_urls, strict=False))
         ),
         *(
             spec(name, "router", threads=1, ready_url=f"{url_to(config.router.host, facts.ports[name])}/health")

@@ -54,11 +54,6 @@ def choose_layout(
     wishes = _wishes(config, explicit)
     _check_there(facts, wishes)
     starts_engine = not config.engine_url and config.engines > 0
-    if config.engines > 1 and starts_engine and facts.gpus and config.engine.device in ("auto", "cuda"):
-        raise ConfigError(
-            f"--engines {config.engines}: the GPUs of this machine are given to one engine and the trainer",
-            fix="--engines 0, and for each engine: treadle engine --gpus N --join HUB",
-        )
     unplaced = {} if not starts_engine else {key: value for key, value in _UNPLACED.items() if key not in explicit}
     devices = (config.engine.device, config.train.device)
     if not facts.gpus or not starts_engine or any(device not in ("auto", "cuda") for device in devices):
@@ -72,7 +67,7 @@ def choose_layout(
             max_model_len=longest_sequence(config, explicit),
         )
     placement = choose_placement(range(len(sizes)), min(sizes), demand, wishes)
-    if len(sizes) == 1 and wishes.engine_gpus is None and wishes.train_gpus is None:
+    if len(sizes) == 1 and placement.is_shared and wishes.engine_gpus is None and wishes.train_gpus is None:
         return GpuLayout(unplaced)  # the only GPU, shared
     settings = unplaced | {
         "engine.gpus": placement.engine_gpus,
@@ -96,6 +91,7 @@ def _wishes(config: RunConfig, explicit: frozenset[str]) -> GpuWishes:
         train_gpus=train.gpus if "train.gpus" in explicit else None,
         tensor_parallel=engine.tensor_parallel_size if "engine.tensor_parallel_size" in explicit else None,
         ranks=ranks,
+        num_engines=max(1, config.engines),
         is_one_copy=train.single_copy or (train.mode.in_memory and keeps_one_copy),
         can_split=has_vllm(engine),
     )

@@ -78,6 +78,7 @@ class RayMachines:
         self._num_cpus = num_cpus
         self._num_gpus = num_gpus
         self._holders: dict[int, Any] = {}
+        self._asked: dict[int, Any] = {}  # where a bundle is
         self.launcher = launcher
         self._lost_s = -ORPHANS_END_S
         self.machines = tuple(self.locate(number)[0] for number in range(len(group.bundle_specs)))
@@ -86,13 +87,9 @@ class RayMachines:
         """Where a bundle is now, and its GPUs. After a loss this waits until Ray has placed it again."""
         deadline_s = awake_s() + RESERVE_S
         while True:
-            holder = self._holders.get(number)
-            if holder is None:
-                holder = self._holders[number] = self.actor(
-                    MachineActor, number, num_cpus=self._num_cpus, num_gpus=self._num_gpus
-                )
+            asked = self._holder(number).where.remote()
             try:
-                node, address, gpus = self.ray.get(holder.where.remote(), timeout=max(1.0, deadline_s - awake_s()))
+                node, address, gpus = self.ray.get(asked, timeout=max(1.0, deadline_s - awake_s()))
             except self.ray.exceptions.RayError as error:  # it was lost with its machine, or there is none
                 if awake_s() > deadline_s:
                     raise ProcessDied(
@@ -103,6 +100,27 @@ class RayMachines:
                 time.sleep(_RETRY_S)  # Ray takes a moment to see that a machine is lost
                 continue
             return Machine(node, address), gpus
+
+    def has_place(self, number: int) -> bool:
+        """Whether a bundle is on a machine, so that `locate` need not wait."""
+        asked = self._asked.get(number)
+        if asked is None:
+            asked = self._asked[number] = self._holder(number).where.remote()
+        if not self.ray.wait([asked], timeout=0)[0]:
+            return False
+        del self._asked[number]
+        try:
+            self.ray.get(asked)
+        except self.ray.exceptions.RayError:  # it was lost with its machine
+            self._holders.pop(number, None)
+            return False
+        return True
+
+    def _holder(self, number: int) -> Any:
+        if number not in self._holders:
+            options = {"num_cpus": self._num_cpus, "num_gpus": self._num_gpus}
+            self._holders[number] = self.actor(MachineActor, number, **options)
+        return self._holders[number]
 
     def note_loss(self) -> None:
         """An actor is lost, perhaps with its machine."""
@@ -162,22 +180,29 @@ class RayPlacement:
         self._machines = machines
         self._local = local
 
+    def has_machine(self, spec: ProcessSpec) -> bool:
+        return self._machines.has_place(spec.node)
+
     def start(self, spec: ProcessSpec) -> ProcessHandle:
         if spec.kind == "hub":
             return self._local.start(spec)
         self._local.release(spec.name)
         self._machines.wait_for_orphans()
         machine, gpus = self._machines.locate(spec.node)
-        if spec.kind == "engine" and machine.address != self._machines.machines[spec.node].address:
+        is_elsewhere = machine.address != self._machines.machines[spec.node].address
+        if is_elsewhere and spec.may_move:
+            spec = spec.at_host(machine.address, spec.node)
+        elif is_elsewhere and spec.kind in ("engine", "router"):
             raise ProcessDied(
-                f"the engine's machine is lost, and Ray has placed it at another address ({machine.address})",
+                f"the machine of the {spec.kind} is lost, and Ray has placed it at another address ({machine.address})",
                 fix="continue with treadle run --resume: the addresses of a run are chosen when it starts",
             )
         env = dict(spec.env)
         if gpus:
             env[VISIBLE] = ",".join(gpus)
         if spec.kind == "trainer" and "MASTER_ADDR" in env and len(self._machines.machines) > 1:
-            env["MASTER_ADDR"] = self._machines.locate(1)[0].address  # of rank 0, now
+            first = spec.node - int(env["RANK"]) // int(env["LOCAL_WORLD_SIZE"])
+            env["MASTER_ADDR"] = self._machines.locate(first)[0].address  # of rank 0, now
         return RayProcess(self._machines, replace(spec, env=env))
 
 

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from treadle.errors import is_out_of_memory
 from treadle.formatting import counted
 from treadle.launch.machine import find_port, is_port_busy
-from treadle.launch.process_plan import PORT_FLAG, ProcessSpec
+from treadle.launch.process_plan import ProcessSpec
 
 RANKS_END_S = 10.0  # for the other ranks to end by themselves
 SETTLE_S = 0.5
@@ -157,11 +157,10 @@ class EngineRestarts:
         return pause_s
 
     def at_free_port(self, spec: ProcessSpec) -> ProcessSpec:
-        """The engine at another port if a program of this machine has taken its own since. Nobody depends on the port:
-        the engine reports its URL to the hub's table."""
+        """The engine at another port if a program of this machine has taken its own since."""
         url = urlsplit(spec.ready_url or "")
         host, port = url.hostname, url.port
-        if PORT_FLAG not in spec.argv or host is None or port is None or not is_port_busy(host, port):
+        if not spec.may_move or host is None or port is None or not is_port_busy(host, port):
             return spec
         free = find_port(host)
         self._say(f"port {port} of {spec.name} is in use by another program; it starts at {free}")

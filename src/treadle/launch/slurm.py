@@ -192,6 +192,9 @@ class SlurmPlacement:
     machines: Sequence[Machine]
     listeners: Listeners
 
+    def has_machine(self, _: ProcessSpec) -> bool:
+        return True  # an allocation ends with the loss of a machine
+
     def start(self, spec: ProcessSpec) -> StepProcess:
         listener = self.listeners.get(spec.name)
         if listener is not None:

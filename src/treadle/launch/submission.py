@@ -26,7 +26,7 @@ from treadle.launch.machines import (
 )
 from treadle.launch.places import check_scheduler
 from treadle.launch.preflight import run_label, settle_environments
-from treadle.launch.process_plan import RunPlan, build_plan, server_addresses
+from treadle.launch.process_plan import RunPlan, build_plan, engines_of_machine, server_addresses
 
 SUBMITTED = ("slurm", "k8s")
 _ONLY_HERE = ("--dry-run", "--open", "--plain")  # there is no terminal and no browser
@@ -80,16 +80,17 @@ def plan_on(config: RunConfig, explicit: frozenset[str]) -> RunPlan:
         ports={server: port for server, (_, port) in server_addresses(config).items()},
         gpus=gpus,
     )
+    facts = facts_on(facts, config, machines)
     folder = config.output.expanduser().absolute() / "RUN"
     plan = build_plan(
         config,
-        facts_on(facts, config, machines),
+        facts,
         run_folder=folder,
         model_folder=config.model,
         is_model_local=False,
         explicit=explicit | placed.keys(),
     )
-    return replace(plan, processes=place_processes(plan.processes, machines))
+    return replace(plan, processes=place_processes(plan.processes, machines, engines_of_machine(plan.config, facts)))
 
 
 def words_inside(words: Sequence[str]) -> list[str]:

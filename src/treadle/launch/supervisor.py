@@ -347,7 +347,7 @@ class Supervisor:
             if is_last and not self._engine_restarts.has_joined():
                 raise child.exit_error(note=", and no other engine serves")
         due_s = self._engine_starts[name]
-        if due_s is not None and awake_s() >= due_s:
+        if due_s is not None and awake_s() >= due_s and self._placement.has_machine(child.spec):
             del self._engine_starts[name]
             is_here = child.pid is not None
             spec = self._engine_restarts.at_free_port(child.spec) if is_here else child.spec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -14,22 +15,24 @@ from treadle.launch.machines import Machine, facts_on, names_by_machine, place_p
 from treadle.launch.placement import LocalPlacement
 from treadle.launch.places import RunPlaces, on_machines
 from treadle.launch.preflight import read_tokens
-from treadle.launch.process_plan import RunPlan, build_plan
+from treadle.launch.process_plan import NO_TOKENS, AccessTokens, RunPlan, build_plan, engines_of_machine
 
 HOSTS = tuple(Machine(f"n{number}", f"10.0.0.{number}") for number in (1, 2, 3))
-FACTS = MachineFacts(8, has_shared_memory=True, ports={"hub": 8000, "engine": 9001}, environment={"HOME": "/home/ada"})
+PORTS = {"hub": 8000, "engine": 9001, "engine-1": 9002, "engine-2": 9003, "router": 9000}
+FACTS = MachineFacts(8, has_shared_memory=True, ports=PORTS, environment={"HOME": "/home/ada"})
 
 
-def plan_on(machines: tuple[Machine, ...], flags: dict[str, object]) -> RunPlan:
+def plan_on(machines: tuple[Machine, ...], flags: dict[str, object], tokens: AccessTokens = NO_TOKENS) -> RunPlan:
     config = load_run(None, flags)
     explicit = explicit_keys(config)
     settings = settings_for(config, explicit, machines)
     config = with_values(config, settings)
+    facts = facts_on(FACTS, config, machines)
     plan = build_plan(
-        config, facts_on(FACTS, config, machines), run_folder=Path("/runs/one"), model_folder="/cache/smol",
+        config, facts, tokens=tokens, run_folder=Path("/runs/one"), model_folder="/cache/smol",
         is_model_local=True, explicit=explicit | settings.keys(),
     )  # fmt: skip
-    processes = place_processes(plan.processes, machines)
+    processes = place_processes(plan.processes, machines, engines_of_machine(plan.config, facts))
     return RunPlan(plan.config, plan.run_folder, processes, plan.hub_url)
 
 
@@ -52,6 +55,42 @@ def test_the_engine_has_the_first_machine_and_ranks_the_others() -> None:
     assert plan.config.engine.gpus == (0,)
     assert plan.config.train.gpus is None  # each rank takes the one of its local number
     assert (plan.config.train.use_shared_memory, plan.config.train.broadcast_by) == (True, "nccl")
+
+
+def flags_of(plan: RunPlan, name: str) -> dict[str, str]:
+    (argv,) = (spec.argv for spec in plan.processes if spec.name == name)
+    return {flag: value for flag, value in itertools.pairwise(argv) if flag.startswith("--")}
+
+
+def test_several_engines_fill_the_first_machines_by_their_gpus() -> None:
+    flags = {"cluster.nodes": "3", "cluster.gpus_per_node": "4", "engines": "3", "engine.tensor_parallel_size": "2"}
+    plan = plan_on(HOSTS, flags)
+    assert names_by_machine(plan.processes, 3) == [
+        "hub, engine, engine-1", "engine-2", "env, trainer, trainer-1, trainer-2, trainer-3",
+    ]  # fmt: skip
+    own = [flags_of(plan, name) for name in ("engine", "engine-1", "engine-2")]
+    assert [(flags["--port"], flags["--gpus"], flags.get("--host")) for flags in own] == [
+        ("9001", "0,1", None), ("9002", "2,3", None), ("9003", "0,1", "10.0.0.2"),
+    ]  # fmt: skip
+    urls = [spec.ready_url for spec in plan.processes if spec.kind == "engine"]
+    assert urls == ["http://10.0.0.1:9001/health", "http://10.0.0.1:9002/health", "http://10.0.0.2:9003/health"]
+    assert {spec.env["MASTER_ADDR"] for spec in plan.processes if spec.kind == "trainer"} == {"10.0.0.3"}
+    assert (plan.config.train.weight_bridge_mode, plan.config.engine.gpus) == ("reload", (0, 1, 2, 3))
+
+
+def test_without_gpus_each_of_several_engines_has_a_machine() -> None:
+    plan = plan_on(
+        HOSTS, {"cluster.nodes": "3", "engines": "2", "router.kind": "smg"}, AccessTokens("h" * 32, engine="e" * 32)
+    )
+    assert names_by_machine(plan.processes, 3) == ["hub, engine, router", "engine-1", "env, trainer"]
+    assert plan.config.engine.threads == FACTS.num_cores
+    assert "--gpus" not in flags_of(plan, "engine-1")
+    assert plan.config.openai.router_url == "http://10.0.0.1:9000"
+
+
+def test_engines_that_join_by_themselves_leave_the_first_machine_to_the_hub() -> None:
+    plan = plan_on(HOSTS, {"cluster.nodes": "3", "engines": "0"})
+    assert names_by_machine(plan.processes, 3) == ["hub", "env, trainer", "trainer-1"]
 
 
 def test_ranks_meet_at_the_machine_of_the_first_of_them() -> None:
@@ -122,7 +161,11 @@ def test_a_run_that_had_several_machines_resumes_on_one() -> None:
         ({"engine.tensor_parallel_size": "4", "cluster.gpus_per_node": "2"}, "needs as many GPUs of one machine"),
         ({"train.single_copy": "true"}, "share no memory"),
         ({"train.use_shared_memory": "false"}, "share no memory"),
-        ({"engines": "2"}, "a run on several machines starts one engine"),
+        ({"engines": "3"}, "3 engines fill 3 machines, and the trainer needs another one"),
+        (
+            {"engines": "3", "cluster.gpus_per_node": "2", "train.ranks": "2", "engine.tensor_parallel_size": "2"},
+            "fill 3",
+        ),
     ],
 )
 def test_what_several_machines_cannot_do_is_refused(flags: dict[str, object], says: str) -> None:

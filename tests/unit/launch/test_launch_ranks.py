@@ -23,7 +23,8 @@ VLLM = {"engine.engine": "vllm"}
 
 def on_gpus(num_gpus: int, flags: dict[str, object] | None = None, model: str = "qwen3-1.7b") -> RunPlan:
     config = load_run(None, {**VLLM, **(flags or {})})
-    facts = replace(FACTS, has_gpu=True, gpus=(Gpu("NVIDIA H100", CARDS["h100"]),) * num_gpus)
+    ports = {**FACTS.ports, "engine-1": 9002, "engine-2": 9003}
+    facts = replace(FACTS, has_gpu=True, gpus=(Gpu("NVIDIA H100", CARDS["h100"]),) * num_gpus, ports=ports)
     return build_plan(
         config, facts, run_folder=RUN, model_folder="/cache/m", is_model_local=True, shape=KNOWN[model]
     )  # fmt: skip
@@ -112,6 +113,25 @@ def test_one_copy_of_the_weights_keeps_to_one_gpu(flags: dict[str, object]) -> N
     assert config.engine.weights_file is not None
 
 
+@pytest.mark.parametrize(
+    ("flags", "engine_gpus", "train_gpus"),
+    [
+        ({"engines": "2"}, [(0,), (1,)], (2, 3, 4, 5)),
+        ({"engines": "2", "engine.tensor_parallel_size": "2", "train.ranks": "1"}, [(0, 1), (2, 3)], (4,)),
+        ({"engines": "2", "engine.gpus": "2-5"}, [(2, 3), (4, 5)], (0, 1)),
+        ({"engines": "3", "train.gpus": "0"}, [(1,), (2,), (3,)], (0,)),
+    ],
+)
+def test_several_engines_divide_the_gpus(
+    flags: dict[str, object], engine_gpus: list[tuple[int, ...]], train_gpus: tuple[int, ...]
+) -> None:
+    plan = on_gpus(6, {"engine.engine": "vllm", **flags})
+    assert (plan.config.engine.gpus_of_each, plan.config.train.gpus) == (engine_gpus, train_gpus)
+    argvs = [spec.argv for spec in plan.processes if spec.kind == "engine"]
+    named = [argv[argv.index("--gpus") + 1] for argv in argvs]
+    assert named == [",".join(map(str, gpus)) for gpus in engine_gpus]
+
+
 def test_an_engine_that_runs_already_leaves_the_gpus_to_the_ranks() -> None:
     attached = {"engine_url": "http://127.0.0.1:9001"}
     assert on_gpus(4, {**attached, "train.ranks": "2"}).config.train.gpus == (2, 3)
@@ -124,6 +144,13 @@ def test_an_engine_that_runs_already_leaves_the_gpus_to_the_ranks() -> None:
     [
         (4, {"train.gpus": "9"}, "there is no GPU 9"),
         (4, {"train.ranks": "5"}, "need 6 GPUs"),
+        (1, {"engines": "2"}, "2 engines on 2 GPUs and 1 trainer rank need 3 GPUs"),
+        (4, {"engines": "2", "engine.gpus": "0-2"}, "which 2 engines cannot divide"),
+        (
+            4,
+            {"engines": "2", "train.weight_bridge_mode": "lora_only", "train.single_copy": "true"},
+            "one copy of the wei",
+        ),
         (2, {"train.ranks": "3", "engine_url": "http://127.0.0.1:9001"}, "3 trainer ranks need a GPU each"),
     ],
 )

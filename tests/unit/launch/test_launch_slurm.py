@@ -134,7 +134,7 @@ def test_longer_time_limits_and_those_that_sbatch_judges_are_passed_on(limit: st
     [
         (("--on", "slurm", "--hub-url", "http://10.0.0.9:8000"), "a run on slurm starts its own hub"),
         (("--on", "slurm", "--engine-url", "http://10.0.0.9:9001"), "a run on slurm starts its own engine"),
-        (("--on", "k8s", "--engines", "3"), "a run on Ray starts one engine"),
+        (("--on", "slurm", "--engines", "3", "--cluster.nodes", "3"), "3 engines fill 3 machines"),
     ],
 )
 def test_what_the_job_would_refuse_is_refused_before_submission(capsys, words: tuple[str, ...], says: str) -> None:

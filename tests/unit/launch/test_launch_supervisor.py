@@ -286,7 +286,7 @@ def test_an_engine_whose_port_was_taken_starts_again_at_another(make_spec, serve
     code = server_code(0).replace("('127.0.0.1', 0)", "('127.0.0.1', int(sys.argv[-1]))")
     port = free_port()
     spec = make_spec("engine-1", f"import sys\n{code}", ready_url=f"http://127.0.0.1:{port}/healthz")
-    spec = replace(spec, argv=(*spec.argv, "--port", str(port)))
+    spec = replace(spec, argv=(*spec.argv, "--port", str(port)), may_move=True)
     said: list[str] = []
     restarts = EngineRestarts(said.append, has_loaded=lambda *_: True)
     with Supervisor(StopRequest(), engine_restarts=restarts) as supervisor, socket.socket() as other:
