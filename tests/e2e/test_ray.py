@@ -108,10 +108,14 @@ class Run:
 
     def kill(self, verb: str) -> None:
         """SIGKILL to the process of this run that has the verb ("env")."""
-        next(process for process in processes_of(self.folder) if process.cmdline()[2:4] == ["treadle", verb]).kill()
+        process_of(self.folder, verb).kill()
 
     def end(self) -> None:
         assert self.process.wait(300) == 0, last_lines(self._log.read_text())
+
+
+def process_of(folder: Path, verb: str) -> psutil.Process:
+    return next(process for process in processes_of(folder) if process.cmdline()[2:4] == ["treadle", verb])
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
@@ -212,10 +216,10 @@ def test_the_machine_of_one_of_several_engines_may_be_lost(tmp_path: Path) -> No
 
 def serving(folder: Path) -> list[str]:
     """The engines that serve, by the hub's table."""
-    config = json.loads((folder / "config.json").read_text())
-    secret = config["hub"]["token_file"]
-    headers = {"Authorization": f"Bearer {role_token(Path(secret).read_text().strip(), 'observer')}"} if secret else {}
-    table = httpx.get(f"http://{config['hub']['host']}:{config['hub']['port']}/v1/engines", headers=headers).json()
+    hub = json.loads((folder / "config.json").read_text())["derived"]["hub"]
+    token = role_token(Path(hub["token_file"]).read_text().strip(), "observer")
+    url, headers = f"http://{hub['host']}:{hub['port']}/v1/engines", {"Authorization": f"Bearer {token}"}
+    table = httpx.get(url, headers=headers).raise_for_status().json()
     return [entry["name"] for entry in table["engines"] if entry["state"] == "serving"]
 
 
