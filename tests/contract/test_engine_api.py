@@ -30,10 +30,10 @@ from tests.tiny_model import write_tiny_model
 from tests.unit.sync.group_peer import Weights
 from treadle.engines.tokenizer import ModelTokenizer
 from treadle.errors import SyncError
+from treadle.sync.broadcaster import Receiver, WeightBroadcaster
 from treadle.sync.fingerprint import fingerprints as fingerprints_of
 from treadle.sync.gate import PublishGate
 from treadle.sync.protocol import EngineLink
-from treadle.sync.shared_vllm import WeightBroadcaster
 
 PROMPT = [20, 21, 22, 23, 30]
 LONG = 200  # tokens: enough that a test can do something in the middle
@@ -834,7 +834,7 @@ def weights_of(folder):
 
 
 def link_to(api):
-    return WeightBroadcaster(EngineLink(api.url, 120.0), "gloo", host="", timeout_s=60.0, bucket_bytes=64 << 10)
+    return WeightBroadcaster([Receiver(EngineLink(api.url, 120.0))], "gloo", timeout_s=60.0, bucket_bytes=64 << 10)
 
 
 def test_running_requests_continue_under_broadcast_weights(api, other_weights, as_before):

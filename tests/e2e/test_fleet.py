@@ -11,7 +11,7 @@ import sqlite3
 import subprocess
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +33,7 @@ SETTINGS = (
     "--engine.dtype", "float32", "--engine.max-num-seqs", "160", "--max-age", "0", "--plain",
     "--steps", "100000", "--engines", "3",
 )  # fmt: skip
+BROADCAST = ("--train.use-shared-memory", "true")
 LARGEST_DIFFERENCE = 1e-3  # of logprobs in float32
 PAUSED_ECHO = """
 import time
@@ -137,7 +138,7 @@ def join(fleet: Fleet, name: str, stack: ExitStack, *, sees_run: bool) -> ExitSt
     return leaving
 
 
-def disturb(folder: Path, *, num_kills: int, every_s: float, pause_s: float) -> Fleet:
+def disturb(folder: Path, flags: Sequence[str], *, num_kills: int, every_s: float, pause_s: float) -> Fleet:
     """Run a fleet, kill one engine after the other, let two more join and leave, and end with Ctrl-C. `pause_s`: that
     the environment sleeps for each prompt, to leave the processors to engines that start."""
     model, hub_port = write_tiny_model(folder / "tiny"), free_port()
@@ -145,7 +146,7 @@ def disturb(folder: Path, *, num_kills: int, every_s: float, pause_s: float) -> 
     task.write_text(PAUSED_ECHO.format(pause_s=pause_s))
     # A port of its own: other runs take the default ones while an engine is dead.
     ports = ("--hub.port", str(hub_port), "--engine.port", str(free_port()))
-    words = command(folder / "runs", "--model", str(model), "--env.name", str(task), *SETTINGS, *ports)
+    words = command(folder / "runs", "--model", str(model), "--env.name", str(task), *SETTINGS, *flags, *ports)
     (folder / "runs").mkdir()
     with (folder / "runs" / OUTPUT).open("wb") as output:
         process = subprocess.Popen(words, stdout=output, stderr=output, env=environment())
@@ -197,20 +198,24 @@ def assert_all_sampled_from_proved_weights(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_kills", "every_s", "pause_s"),
-    [(3, 2.0, 0.1), pytest.param(20, 30.0, 0.0, marks=pytest.mark.full, id="ten minutes")],
-    ids=["one minute", "ten minutes"],
+    ("flags", "num_kills", "every_s", "pause_s"),
+    [
+        pytest.param((), 3, 2.0, 0.1, id="one minute"),
+        pytest.param(BROADCAST, 3, 2.0, 0.1, marks=pytest.mark.full, id="one minute, broadcast"),
+        pytest.param((), 20, 30.0, 0.0, marks=pytest.mark.full, id="ten minutes"),
+    ],
 )
-def test_a_fleet_loses_no_group_while_engines_die_and_join(tmp_path, num_kills, every_s, pause_s):
-    fleet = disturb(tmp_path, num_kills=num_kills, every_s=every_s, pause_s=pause_s)
+def test_a_fleet_loses_no_group_while_engines_die_and_join(tmp_path, flags, num_kills, every_s, pause_s):
+    fleet = disturb(tmp_path, flags, num_kills=num_kills, every_s=every_s, pause_s=pause_s)
     run = newest_run(fleet.folder)
     num_starts = len({name for name in fleet.served if len(name) == 16})
     print(f"killed {fleet.killed}, {fleet.num_killed_busy} with requests; {num_starts} starts served\n{fleet.rates()}")
     assert len(fleet.killed) == num_kills
     assert fleet.num_killed_busy >= num_kills / 2
     assert num_starts == 3 + 2 + num_kills, "each that was killed has served again"
-    sent = [line for line in (run / "logs" / "trainer.log").read_text().splitlines() if " files_sent " in line]
-    print(f"{len(sent)} transfers to the engine that does not see the run, the last: {sent[-1:]}")
-    assert sent, "weights reached it over the network"
+    way = " group_formed " if flags else " files_sent "  # to the engine that does not see the run
+    sent = [line for line in (run / "logs" / "trainer.log").read_text().splitlines() if way in line]
+    print(f"{len(sent)} times{way}, the last: {sent[-1:]}")
+    assert sent
     assert_nothing_lost_or_doubled(run)
     assert_all_sampled_from_proved_weights(run)

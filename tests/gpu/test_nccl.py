@@ -25,8 +25,9 @@ from tests.tiny_model import write_tiny_model
 from tests.unit.sync.group_peer import Weights
 from treadle.config import TrainConfig
 from treadle.errors import SyncError
+from treadle.sync.broadcaster import Receiver, WeightBroadcaster
 from treadle.sync.protocol import EngineLink
-from treadle.sync.shared_vllm import BroadcastSync, WeightBroadcaster
+from treadle.sync.shared_vllm import BroadcastSync
 from treadle.train.optimizers import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import build_policy
@@ -109,7 +110,7 @@ def joined(engine, timeout_s):
     """(A link to it, the weights that it serves, on the GPU.)"""
     tensors = load_file(engine.folder / "model.safetensors")
     weights = Weights({name: tensor.to("cuda", torch.bfloat16) for name, tensor in tensors.items()})
-    link = WeightBroadcaster(EngineLink(engine.url, timeout_s), "nccl", host="", timeout_s=timeout_s)
+    link = WeightBroadcaster([Receiver(EngineLink(engine.url, timeout_s))], "nccl", timeout_s=timeout_s)
     link.join(weights)
     return link, weights
 

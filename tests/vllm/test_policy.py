@@ -19,10 +19,10 @@ from treadle.engines.interface import Request
 from treadle.engines.sampling import SamplingParams
 from treadle.engines.vllm.command import KEY_VARIABLE
 from treadle.errors import EngineError, RequestError
+from treadle.sync.broadcaster import Receiver, WeightBroadcaster
 from treadle.sync.fingerprint import fingerprints as fingerprints_of
 from treadle.sync.protocol import EngineLink
 from treadle.sync.shared_memory import bind_parameters, map_weights
-from treadle.sync.shared_vllm import WeightBroadcaster
 
 PROMPT = [20, 21, 22, 23, 30, 31, 32]
 LONG = 230  # tokens: enough to do something while they are sampled
@@ -206,7 +206,7 @@ def test_broadcast_weights_are_served_and_can_be_restored(served, plain):
     changed = {name: weight + torch.randn_like(weight) * 0.05 for name, weight in saved.items()}
     noisy = load(served.folder)
     noisy.load_state_dict(changed, strict=False)
-    link = WeightBroadcaster(EngineLink(served.url, 120.0), "gloo", host="", timeout_s=60.0, bucket_bytes=1 << 20)
+    link = WeightBroadcaster([Receiver(EngineLink(served.url, 120.0))], "gloo", timeout_s=60.0, bucket_bytes=1 << 20)
     link.join(Weights(saved))
     for version, sent, reference in ((first + 1, changed, noisy), (first + 2, saved, plain)):
         served(engine.hold("keep", 60))

@@ -19,11 +19,11 @@ from tests.vllm.reference import load
 from tests.vllm.test_verify import Trained
 from treadle.config import EngineConfig, TrainConfig
 from treadle.errors import ConfigError, EngineError, RequestError, SyncError
+from treadle.sync.broadcaster import Receiver, WeightBroadcaster
 from treadle.sync.canary import ask_canary, prepare_canary
 from treadle.sync.fingerprint import fingerprints as fingerprints_of
 from treadle.sync.modes import choose_sync
 from treadle.sync.protocol import EngineLink
-from treadle.sync.shared_vllm import WeightBroadcaster
 from treadle.sync.verify import PublishVerifier
 
 pytestmark = [
@@ -217,7 +217,7 @@ def test_a_worker_that_hangs_or_dies_in_a_broadcast_is_named(split):
     engine = EngineLink(split.url, 120.0, save_path=split.folder.parent / "run")
 
     def begin(timeout_s):
-        link = WeightBroadcaster(engine, "gloo", host="", timeout_s=timeout_s, num_workers=2)
+        link = WeightBroadcaster([Receiver(engine, 2)], "gloo", timeout_s=timeout_s)
         link.join(policy)
         split(split.engine.hold("keep", 60))
         return link, worker_1(split), time.monotonic()

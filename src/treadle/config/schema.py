@@ -30,7 +30,7 @@ from treadle.config.section import (
     parse_numbers,
     shared,
 )
-from treadle.config.sync import Quantization
+from treadle.config.sync import Quantization, with_fleet_mode
 from treadle.config.train import TrainConfig
 from treadle.errors import ConfigError
 from treadle.net.address import is_loopback_host
@@ -246,13 +246,13 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _settings_of_fleet(cls, values: Any) -> Any:
-        """Several engines get the weights through files, if nobody chose how, and divide the GPUs."""
+        """Several engines have a weight mode for several, if nobody chose one, and divide the GPUs."""
         if not isinstance(values, dict):
             return values
         train, engine, urls = values.get("train", {}), values.get("engine", {}), values.get("engine_url")
         num_engines = str(values.get("engines", 1))
         if isinstance(train, dict) and (names_fleet(urls) if urls else num_engines != "1"):
-            values = values | {"train": {"weight_bridge_mode": "reload"} | train}
+            values = values | {"train": with_fleet_mode(train)}
         if isinstance(engine, dict) and num_engines.isdecimal() and int(num_engines) > 1 and engine.get("gpus"):
             gpus = parse_numbers(engine["gpus"])
             if isinstance(gpus, tuple | list) and gpus and len(gpus) % int(num_engines) == 0:
@@ -314,10 +314,10 @@ class RunConfig(Section):
                 )
         if not self.engine_url:  # else the engine that runs already says how it was started
             self.check_engine()
-        if self.has_fleet and not self.train.mode.fleet:
+        if self.has_fleet and not self.train.can_have_fleet:
             raise ConfigError(
                 f"weight_bridge_mode {self.train.weight_bridge_mode} publishes to one engine, and this run has several",
-                fix="--train.weight-bridge-mode reload, or lora_only",
+                fix="--train.weight-bridge-mode reload or lora_only, or --train.use-shared-memory true",
             )
         if self.has_router and not self.has_fleet:
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,6 +28,16 @@ def refuse_split_engine(num_gpus: int, *, shares_memory: bool, fix: str = _BROAD
             "of the memory of several processes",
             fix=f"{fix}; or use an engine on one GPU",
         )
+
+
+def with_fleet_mode(train: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a trainer of several engines: without a weight mode, files, or the broadcast that is asked for.
+
+    >>> with_fleet_mode({"use_shared_memory": "true"})["weight_bridge_mode"]
+    'shared_vllm'
+    """
+    broadcasts = str(train.get("use_shared_memory", "")).lower() in ("true", "1", "t", "on", "yes", "y")
+    return {"weight_bridge_mode": "shared_vllm" if broadcasts else "reload", **train}
 
 
 class SyncOptions(Section):
@@ -123,6 +134,11 @@ class SyncOptions(Section):
     def mode(self) -> WeightMode:
         """What the mode needs and allows."""
         return WEIGHT_MODES[self.weight_bridge_mode]
+
+    @property
+    def can_have_fleet(self) -> bool:
+        """Whether the weights can go to several engines, which come and go."""
+        return self.mode.fleet or (self.use_shared_memory and self.broadcast_by != "memory")
 
     @property
     def shares_memory(self) -> bool:

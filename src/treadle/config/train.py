@@ -26,9 +26,8 @@ from treadle.config.section import (
     parse_names,
     shared,
 )
-from treadle.config.sync import Quantization, SyncOptions
+from treadle.config.sync import Quantization, SyncOptions, with_fleet_mode
 from treadle.errors import ConfigError
-from treadle.support import WEIGHT_MODES
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -321,9 +320,8 @@ class TrainConfig(
     @model_validator(mode="before")
     @classmethod
     def _mode_of_fleet(cls, values: Any) -> Any:
-        """Several engines get the weights through files, if nobody chose how."""
         if isinstance(values, dict) and names_fleet(values.get("engine_url")):
-            return {"weight_bridge_mode": "reload"} | values
+            return with_fleet_mode(values)
         return values
 
     @model_validator(mode="after")
@@ -377,11 +375,11 @@ class TrainConfig(
         return HUB_TABLE in self.engine_url
 
     def _check_fleet(self) -> None:
-        if not self.mode.fleet:
-            modes = " or ".join(name for name, mode in WEIGHT_MODES.items() if mode.fleet)
+        if not self.can_have_fleet:
+            mode = "broadcast_by memory" if self.use_shared_memory else f"weight_bridge_mode {self.weight_bridge_mode}"
             raise ValueError(
-                f"weight_bridge_mode {self.weight_bridge_mode} publishes to one engine, and engine_url names several: "
-                f"set weight_bridge_mode {modes}"
+                f"{mode} publishes to one engine, and engine_url names several: set weight_bridge_mode reload or "
+                "lora_only, or use_shared_memory (a broadcast to all)"
             )
         if self.single_copy:
             raise ValueError("single_copy is for one engine, and engine_url names several: leave single_copy out")

@@ -365,7 +365,8 @@ def engine_of_mode(
     """Engine settings that the weight mode requires: shared memory, or LoRA."""
     train = config.train
     are_apart = layout.placement is not None and not layout.placement.is_shared  # on different GPUs
-    by_memory = train.mode.in_memory and train.broadcast_by in ("auto", "memory") and not are_apart
+    is_one = not are_apart and not config.has_fleet
+    by_memory = train.mode.in_memory and train.broadcast_by in ("auto", "memory") and is_one
     shares = (by_memory or train.single_copy) and config.engine.tensor_parallel_size == 1
     weights_file = run_folder / "engine.weights"
     if facts.has_shared_memory:  # the pid of the launcher separates sessions of a run

@@ -1,13 +1,14 @@
-"""Publish to a fleet: several engines, which may die, return and join during a run (weight modes reload, lora_only).
+"""Publish to a fleet: several engines, which may die, return and join during a run.
 
-    hub's table, --engine-url ──> members ──> a thread each:  receive the files of version v  ->  prove  ->  serving
+    hub's table, --engine-url ──> members ──> a thread each:  receive version v  ->  prove  ->  serving
                                                  ^                 |
-    publish(v): save once, hand v to all ────────┘                 └──> failed or late: out, the others go on
-    once a second: a new engine, or one that returns, gets the last published version; a silent one is out
+    publish(v): give v to all ───────────────────┘                 └──> failed or late: out, the others go on
+    once a second: a new engine, or one that returns, is taken in; a silent one is out
 
-A member serves after its proof: fingerprints, canary and version, compared with what the trainer had when it published.
-The trainer posts its verdicts to the hub, where environments read them. What a proof needs is kept with the files of a
-version, so an engine can join at any time, also while the trainer computes or waits for a batch.
+How they receive it is the business of FileFleetSync and BroadcastFleetSync (fleet_transports.py). A member serves after
+its proof: fingerprints, canary and version, compared with what the trainer had when it published. The trainer posts its
+verdicts to the hub, where environments read them. What a proof needs is kept with the version, so an engine can be
+proved at any time, also while the trainer computes.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable
-from concurrent.futures import Future
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from treadle.background import awake_s, in_background
 from treadle.config import TrainConfig
@@ -26,22 +28,22 @@ from treadle.config.section import HUB_TABLE
 from treadle.errors import ConfigError, SyncError, TreadleError
 from treadle.log import get_logger
 from treadle.net.address import shown_url
-from treadle.sync.fleet_members import FleetMember, HubTable, PublishedVersion, worst_of
-from treadle.sync.model_folders import LiveFolder
+from treadle.sync.fleet_members import FleetMember, HubTable, NamedEngines, PublishedVersion, worst_of
 from treadle.sync.protocol import (
     LOADING_S,
     AttachedModel,
     EngineLink,
     Publishable,
     PublishResult,
+    SyncMode,
     attach_adapters,
     attach_own_weights,
     check_same_dtype,
     check_same_quantization,
 )
 from treadle.sync.variables import num_engines_awaited
-from treadle.sync.verify import ExpectedState, PublishVerifier
-from treadle.sync.version_files import AdapterFiles, VersionFiles, WeightFiles
+from treadle.sync.verify import Compared, ExpectedState, PublishVerifier
+from treadle.sync.version_files import HandedOver
 from treadle.wire.bridge import BridgeInfo
 from treadle.wire.engines import (
     SILENT_AFTER_S,
@@ -61,15 +63,14 @@ POLL_S = 0.05
 log = get_logger("sync")
 
 
-class FleetSync:
-    """SyncMode for several engines. Calls from the trainer's thread; engines are brought up to date in threads."""
+class FleetSync(SyncMode, ABC):
+    """SyncMode for several engines. Calls come from the trainer's thread; each engine is proved in a thread."""
 
     def __init__(self, config: TrainConfig, table: HubTable | None = None) -> None:
         self._config = config.model_copy(update={"verify_publish": "always"})  # every version is proved by the canary
-        self._files: VersionFiles = AdapterFiles() if config.mode.adapters else WeightFiles()
-        self._live = LiveFolder(config)
+        self._compares: Compared = "adapter" if config.mode.adapters else "weights"
         self._table = table or HubTable(config.hub_url)
-        self._static = tuple(url.rstrip("/").removesuffix("/v1") for url in config.engine_url if url != HUB_TABLE)
+        self._named = NamedEngines([url for url in config.engine_url if url != HUB_TABLE], config.publish_deadline_s)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._posting = threading.Lock()
@@ -78,16 +79,41 @@ class FleetSync:
         self._expecting: PublishVerifier | None = None  # computes what engines must have
         self._published: PublishedVersion | None = None
         self._posts_verdicts = False  # from the first publish on
-        self._polls: dict[str, Future[BridgeInfo]] = {}  # of --engine-url that do not report to the hub
         self._has_warned_of_none = False
         self._refresh_thread: threading.Thread | None = None
+
+    # ---- how engines receive a version
+
+    @abstractmethod
+    def _save(self, policy: Publishable, version: int) -> Path | None:
+        """Write what engines load; None: nothing."""
+
+    @abstractmethod
+    def _distribute(self, policy: Publishable, published: PublishedVersion, members: Sequence[FleetMember]) -> None:
+        """Give a new version to these members and let each prove it (`_begin`); the caller waits for the proofs."""
+
+    @abstractmethod
+    def _hand_over(self, member: FleetMember, published: PublishedVersion) -> HandedOver:
+        """The first half of the member's thread; the proof is the second."""
+
+    @abstractmethod
+    def _clean_up(self, member: FleetMember, handed: HandedOver) -> None:
+        """Free what older versions take in the engine; called when the version is proved."""
+
+    @abstractmethod
+    def _num_bytes(self, published: PublishedVersion, handed: Sequence[HandedOver]) -> int:
+        """That went to the engines."""
+
+    def _receive_later(self, member: FleetMember, published: PublishedVersion) -> None:
+        """The member has joined, or returned, after this version was published."""
+        self._begin(member, published)
 
     # ---- SyncMode
 
     def attach(self) -> AttachedModel:
         """Wait for the first engine, or as many as `min_engines`; training starts from the model of one."""
         began, num_awaited = awake_s(), num_engines_awaited(self._config, os.environ)
-        attach = attach_adapters if self._files.compares == "adapter" else attach_own_weights
+        attach = attach_adapters if self._compares == "adapter" else attach_own_weights
         problem: TreadleError | None = None
         while True:
             self._refresh_members()
@@ -114,7 +140,7 @@ class FleetSync:
     def publish(self, policy: Publishable, version: int) -> PublishResult:
         started = time.monotonic()
         policy.write_live_weights()
-        folder = self._files.save(policy, self._live.prepare(), version)
+        folder = self._save(policy, version)
         expected = self._expect(policy, version)
         if self._published is None:
             self._replace_earlier_verdicts()
@@ -123,21 +149,21 @@ class FleetSync:
         with self._lock:
             is_first = self._published is None
             self._published = published
-            awaited = [m for m in self._members.values() if m.state == "serving" or (is_first and m.state == "joining")]
-            for member in self._members.values():
-                if member.state != "out":
-                    self._begin(member, published)
-        proved = self._wait_until_proved(awaited, version)
+            members = [member for member in self._members.values() if member.state != "out"]
+            awaited = [member for member in members if is_first or member.state == "serving"]
+            for member in members:
+                member.pending = published
+        self._distribute(policy, published, members)
+        proved = self._wait_until_proved(policy, awaited, version)
         self._post_verdicts()
-        size, handed = self._live.keep_newest(folder), [m.handed for m in proved if m.handed is not None]
-        num_bytes = sum(one.num_bytes(size) for one in handed)
+        handed = [member.handed for member in proved if member.handed is not None]
         log.info("fleet_published", version=version, engines=len(proved), seconds=time.monotonic() - started)
         return PublishResult(
             version=version,
             wait_s=0.0,
             write_s=time.monotonic() - saved,
             hold_s=max((one.held_s for one in handed), default=0.0),
-            num_bytes=num_bytes,
+            num_bytes=self._num_bytes(published, handed),
             verified=worst_of(m.verified for m in proved if m.verified is not None),
         )
 
@@ -171,15 +197,17 @@ class FleetSync:
         raise problem
 
     def _new_verifier(self, link: EngineLink) -> PublishVerifier:
-        return PublishVerifier(self._config, link, compares=self._files.compares)
+        return PublishVerifier(self._config, link, compares=self._compares)
 
-    def _wait_until_proved(self, awaited: list[FleetMember], version: int) -> list[FleetMember]:
+    def _wait_until_proved(self, policy: Publishable, awaited: list[FleetMember], version: int) -> list[FleetMember]:
         """The members that have proved this version. The awaited ones have until the deadline; without any, the next
         engine that joins is waited for."""
         began = awake_s()
         deadline_s = self._config.publish_deadline_s
-        with self._lock:
-            while True:
+        while True:
+            if (welcome := self.welcome()) is not None:
+                welcome(policy)
+            with self._lock:
                 late = [m for m in awaited if m.state != "out" and m.proved_version != version]
                 proved = [m for m in self._members.values() if m.state == "serving" and m.proved_version == version]
                 waited_s = awake_s() - began
@@ -225,10 +253,10 @@ class FleetSync:
     def _bring(self, member: FleetMember, published: PublishedVersion) -> None:
         try:
             self._check_fits(member)
-            handed = self._files.hand_over(member.link, published.folder, published.version)
+            handed = self._hand_over(member, published)
             verified = member.verifier.check(published.expected, handed.version, handed.adapter)
             self._check_same_start(member)
-            self._files.clean_up(member.link, handed)
+            self._clean_up(member, handed)
         except Exception as error:  # whatever is wrong with one engine, the others go on
             why = error.message if isinstance(error, TreadleError) else f"{type(error).__name__}: {error}"
             with self._lock:  # it may have answered under this version: a later proof begins a new range
@@ -253,7 +281,7 @@ class FleetSync:
             self._changed.notify_all()
         in_background("verdicts", self._post_verdicts)
 
-    def _check_fits(self, member: FleetMember) -> None:
+    def _check_fits(self, member: FleetMember) -> BridgeInfo:
         info = self._check_same_start(member)
         first = self._attached
         check_same_dtype(self._config, info.dtype)
@@ -265,12 +293,13 @@ class FleetSync:
                 else "it takes no adapters, and the run publishes them",
                 fix="start it with `treadle engine --join HUB`, without --dtype and --enable-lora",
             )
-        if first is not None and self._files.compares == "weights" and info.num_workers != first.num_workers:
+        if first is not None and self._compares == "weights" and info.num_workers != first.num_workers:
             raise ConfigError(
                 f"its weights are split over {info.num_workers} GPUs, and those of the run's engines over "
                 f"{first.num_workers}: their parts cannot be compared",
                 fix="start it with as many --gpus as the run's other engines",
             )
+        return info
 
     def _check_same_start(self, member: FleetMember) -> BridgeInfo:
         info = member.link.get("/bridge/info", BridgeInfo)
@@ -317,12 +346,12 @@ class FleetSync:
         table = self._post_verdicts()
         listed = [] if table is None else [entry for entry in table.engines if entry.served is not None]
         found = {e.engine_id: e.url for e in listed if e.state != "silent"}
-        found |= self._poll_static({entry.url for entry in listed})
+        found |= self._named.poll(apart_from={entry.url for entry in listed})
         now_s = awake_s()
         with self._lock:
             if table is None:  # the hub restarts: nothing is known of engines that report to it
                 for member in self._members.values():
-                    if member.url not in self._static:
+                    if member.url not in self._named.urls:
                         member.seen_s = now_s
             for engine_id, url in found.items():
                 member = self._members.get(engine_id) or self._take_in(engine_id, url)
@@ -343,7 +372,7 @@ class FleetSync:
                 return
             member.state = "joining"
             if published is not None:
-                self._begin(member, published)
+                self._receive_later(member, published)
 
     def _take_in(self, engine_id: str, url: str) -> FleetMember:
         for other in self._members.values():
@@ -354,22 +383,6 @@ class FleetSync:
         self._members[engine_id] = member
         log.info("engine_joins", engine=shown_url(url), engine_id=engine_id)
         return member
-
-    def _poll_static(self, reporting: set[str]) -> dict[str, str]:
-        """{engine_id: URL} of the engines of --engine-url that answer; each is asked in a thread, and may be slow."""
-        answers = {}
-        for url in self._static:
-            if url in reporting:
-                continue
-            poll = self._polls.get(url)
-            if poll is not None and poll.done():
-                if poll.exception() is None:
-                    answers[poll.result().engine_id] = url
-                poll = None
-            if poll is None:
-                link = EngineLink(url, self._config.publish_deadline_s)
-                self._polls[url] = in_background("ask-engine", partial(link.get, "/bridge/info", BridgeInfo))
-        return answers
 
     def _replace_earlier_verdicts(self) -> None:
         """Withdraw the proofs that engines gave an earlier trainer, before any of them loads weights of this one: the

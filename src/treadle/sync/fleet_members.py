@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from treadle.background import in_background
 from treadle.log import get_logger
 from treadle.net.access_tokens import HUB_TOKEN_VARIABLE, bearer_headers
 from treadle.net.client import OK, BlockingHttpClient, NoAnswer
 from treadle.sync.protocol import EngineLink, Verified
 from treadle.sync.verify import ExpectedState, PublishVerifier
 from treadle.sync.version_files import HandedOver
+from treadle.wire.bridge import BridgeInfo
 from treadle.wire.engines import Engines, EngineVerdict, EngineVerdicts
 
 _HUB_TIMEOUT_S = 5.0
@@ -25,10 +29,10 @@ log = get_logger("sync")
 
 @dataclass(frozen=True, eq=False)
 class PublishedVersion:
-    """A version on disk, and what an engine must have and answer when it has adopted it."""
+    """A version, and what an engine must have and answer when it has adopted it."""
 
     version: int
-    folder: Path
+    folder: Path | None  # on disk; None: engines get it from the trainer's memory
     expected: ExpectedState
 
 
@@ -48,7 +52,7 @@ class FleetMember:
     proved_since: int | None = None
     proved_version: int | None = None
     proved_at: float | None = None
-    pending: PublishedVersion | None = None  # what its thread brings to it now, or next
+    pending: PublishedVersion | None = None  # what it receives and proves now, or next
     is_busy: bool = False  # whether that thread runs
     num_failures: int = 0
     retry_at_s: float = 0.0
@@ -94,6 +98,31 @@ class HubTable:
             self._refused_with = answer.status
             log.warning("no_table_of_engines", status=answer.status, hub_says=answer.message)
         return None
+
+
+class NamedEngines:
+    """The engines of --engine-url, of which some may not report to the hub."""
+
+    def __init__(self, urls: Iterable[str], timeout_s: float) -> None:
+        self.urls = tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
+        self._timeout_s = timeout_s
+        self._polls: dict[str, Future[BridgeInfo]] = {}
+
+    def poll(self, apart_from: Collection[str]) -> dict[str, str]:
+        """{engine_id: URL} of those that answer; each is asked in a thread, and may be slow."""
+        answers = {}
+        for url in self.urls:
+            if url in apart_from:
+                continue
+            poll = self._polls.get(url)
+            if poll is not None and poll.done():
+                if poll.exception() is None:
+                    answers[poll.result().engine_id] = url
+                poll = None
+            if poll is None:
+                link = EngineLink(url, self._timeout_s)
+                self._polls[url] = in_background("ask-engine", partial(link.get, "/bridge/info", BridgeInfo))
+        return answers
 
 
 def worst_of(verified: Iterable[Verified]) -> Verified:

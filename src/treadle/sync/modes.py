@@ -26,7 +26,7 @@ from treadle.errors import ModelError
 from treadle.log import get_logger
 from treadle.sync.delta import COMPARED, DELTA_FROM, WeightUpdate, as_tensors, find_changes, set_weight, smaller_form
 from treadle.sync.fingerprint import whole_fingerprint
-from treadle.sync.fleet import FleetSync
+from treadle.sync.fleet_transports import choose_fleet_sync
 from treadle.sync.layout import Layout
 from treadle.sync.model_folders import LiveFolder
 from treadle.sync.protocol import (
@@ -48,7 +48,7 @@ from treadle.wire.bridge import BridgeInfo, RestartEngine, Updated
 log = get_logger("sync")
 
 
-class _FileSync:
+class _FileSync(SyncMode):
     """What the modes share that publish through files; `compares`, `is_checked_later`: see PublishVerifier."""
 
     compares: Compared = "weights"
@@ -279,7 +279,7 @@ class LoraRestartSync(RestartSync):
     compares = "adapter"
 
 
-class OfflineSync:
+class OfflineSync(SyncMode):
     """No engine: for training from recorded batches, and for tests of the loop."""
 
     def __init__(self, config: TrainConfig) -> None:
@@ -300,7 +300,7 @@ class OfflineSync:
         return PublishResult(version=version, wait_s=0.0, write_s=time.monotonic() - started)
 
 
-class PublishEveryNth:
+class PublishEveryNth(SyncMode):
     """Publish only versions that are multiples of `interval`, the first one, and `last`. In between the engine serves
     the last published version."""
 
@@ -315,6 +315,9 @@ class PublishEveryNth:
 
     def settle(self) -> None:
         self._mode.settle()
+
+    def welcome(self) -> Callable[[Publishable], None] | None:
+        return self._mode.welcome()
 
     def publish(self, policy: Publishable, version: int) -> PublishResult:
         if self._served is None or version % self._interval == 0 or version >= self._last:
@@ -339,7 +342,7 @@ SYNC_MODES: dict[str, Callable[[TrainConfig], SyncMode]] = {
 
 
 def choose_sync(config: TrainConfig) -> SyncMode:
-    mode = FleetSync(config) if config.has_fleet else SYNC_MODES[config.weight_bridge_mode](config)
+    mode = choose_fleet_sync(config) if config.has_fleet else SYNC_MODES[config.weight_bridge_mode](config)
     if config.publish_interval == 1:
         return mode
     return PublishEveryNth(mode, interval=config.publish_interval, last=config.steps)

@@ -1,4 +1,4 @@
-"""Broadcast weights from the trainer to the workers of an engine in a process group.
+"""Form a process group of the trainer and the workers of engines, and broadcast weights in it.
 
     trainer: store = host_store(...)    worker: store = connect_store(...)   rendezvous
     all:     group = form_group(...)    NCCL between GPUs, else Gloo; tested with a first broadcast
@@ -22,7 +22,9 @@ import os
 import re
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -43,6 +45,7 @@ TRAINER = 0  # its rank; the workers have the following ones
 JOINING = 0  # the step that workers report first; broadcasts are steps 1, 2, ...
 REPORT_S = 2.0  # for workers that run to report that a broadcast broke off
 _POLL_S = 0.02
+_LOOK_S = 0.5  # between two looks whether the group is still wanted
 CONNECT_S = 5.0  # for a first connection between the two machines
 NETWORK_FIX = (
     "the two must reach each other on all ports, at the address that --broadcast-host names (NCCL: on the network in "
@@ -137,15 +140,18 @@ class BroadcastGroup:
 
     @torch.no_grad()
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> int:
-        """Send to the engine, in the order of the plan, one weight at a time. Returns the bytes sent."""
+        """Send to the engines, in the order of the plan, one weight at a time. Returns the bytes sent to each."""
         self.num_broadcasts += 1
         remaining, flat = iter(weights), torch.empty(0)
-        for bucket, numbers in self._buffers():
-            for part in bucket.slices:
-                if part.start == 0:
-                    flat = _next_weight(remaining, part.name)
-                numbers[part.offset : part.offset + part.stop - part.start].copy_(flat[part.start : part.stop])
-            self.broadcast(numbers)
+        try:
+            for bucket, numbers in self._buffers():
+                for part in bucket.slices:
+                    if part.start == 0:
+                        flat = _next_weight(remaining, part.name)
+                    numbers[part.offset : part.offset + part.stop - part.start].copy_(flat[part.start : part.stop])
+                self.broadcast(numbers)
+        finally:
+            deque(remaining, maxlen=0)  # other trainer ranks gather all of them
         return self._num_bytes
 
     @torch.no_grad()
@@ -181,8 +187,11 @@ class BroadcastGroup:
             yield bucket, numbers[: bucket.num_elements]
 
     def broadcast(self, numbers: Tensor) -> None:
+        backend = self._backend
+        if backend is None:
+            raise PeerLost(f"the broadcast with {self._peer} was ended", fix=PEER_FIX)
         try:
-            self._backend.broadcast(numbers.view(torch.uint8), TRAINER).wait()
+            backend.broadcast(numbers.view(torch.uint8), TRAINER).wait()
         except RuntimeError as error:  # the narrowest class that both of torch's backends raise
             reason = first_sentence(error)
             raise PeerLost(f"the broadcast with {self._peer} broke off: {reason}", fix=PEER_FIX) from error
@@ -259,6 +268,17 @@ def silent_ranks(store: Store, request: JoinGroup, step: int, wait_s: float = RE
     return []
 
 
+def abandon(request: JoinGroup, store: Store) -> None:
+    """Tell all that join this group that it will not form. `store`: the trainer's own."""
+    with contextlib.suppress(SyncError, RuntimeError):
+        # A connection of its own: the other one is locked while it waits for a rank.
+        connect_store(request.host, store.port, CONNECT_S).set(_abandoned_key(request.group), "")
+
+
+def _abandoned_key(group: str) -> str:
+    return f"abandoned/{group}"
+
+
 def form_group(
     request: JoinGroup, store: Store, rank: int, *, own_address: str, peer: str, device: torch.device
 ) -> BroadcastGroup:
@@ -286,11 +306,18 @@ def form_group(
         return group
 
     report(store, request.group, rank, JOINING)
+    forming = in_background("form-group", form)
+    deadline = time.monotonic() + request.timeout_s
     try:
-        return in_background("form-group", form).result(request.timeout_s)
-    except TimeoutError:
-        reason = f"nothing came within {request.timeout_s:.0f} s"
-    except (RuntimeError, SyncError) as error:
+        watcher = None
+        while not wait((forming,), _LOOK_S).done:
+            watcher = watcher or connect_store(request.host, store.port, CONNECT_S)
+            if watcher.check([_abandoned_key(request.group)]):
+                raise TimeoutError("another process cannot join")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nothing came within {request.timeout_s:.0f} s")
+        return forming.result()
+    except (RuntimeError, SyncError, TimeoutError) as error:
         reason = first_sentence(error)
     raise PeerLost(f"no {request.backend} group with {peer} for the broadcast of weights: {reason}", fix=NETWORK_FIX)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self, TypeVar
@@ -99,6 +99,11 @@ class SyncMode(Protocol):
     def settle(self) -> None:
         """Wait for the pending verification of the last publish and raise its error. The next publish does too."""
 
+    def welcome(self) -> Callable[[Publishable], None] | None:
+        """What gives the last published version to engines that joined since, for the trainer to call while it waits
+        for a batch; None: no engine waits for that."""
+        return None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
@@ -146,6 +151,10 @@ T = TypeVar("T")
 
 class FolderNotUsable(SyncError):
     """The engine does not see a folder, or may not load from it, and takes its files instead."""
+
+
+class EngineGone(SyncError):
+    """An engine that ended, or does not answer."""
 
 
 class EngineLink:
@@ -227,12 +236,12 @@ class EngineLink:
         try:
             response = self._client.request(method, path, body=content, headers=headers, timeout_s=timeout_s)
         except LateAnswer:
-            raise SyncError(
+            raise EngineGone(
                 f"the engine at {self.url} did not answer {method} {path} within {timeout_s:.0f} s",
                 fix="its log says what it is doing; if it only needs longer, give --publish-timeout-s more",
             ) from None
         except NoAnswer as error:
-            raise SyncError(
+            raise EngineGone(
                 f"the engine at {self.url} ended during {method} {path}: {error}",
                 fix="its log says why; start it again, then continue with treadle run --resume",
             ) from None

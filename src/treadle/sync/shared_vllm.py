@@ -26,16 +26,10 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
-from urllib.parse import urlsplit
+from typing import Literal, TypeVar
 
-import msgspec
 from msgspec import structs
 
 from treadle.background import in_background
@@ -45,33 +39,20 @@ from treadle.errors import ConfigError, SyncError
 from treadle.loading import choose_device
 from treadle.log import get_logger
 from treadle.net.address import is_loopback
+from treadle.sync.broadcaster import Receiver, WeightBroadcaster
 from treadle.sync.gate import PublishGate
 from treadle.sync.layout import Layout
-from treadle.sync.process_group import (
-    BUCKET_BYTES,
-    JOINING,
-    PEER_FIX,
-    TRAINER,
-    BroadcastGroup,
-    PeerLost,
-    Store,
-    form_group,
-    host_store,
-    local_address_towards,
-    silent_ranks,
-)
 from treadle.sync.protocol import (
-    QUICK_S,
     AttachedModel,
     EngineLink,
     Publishable,
     PublishResult,
+    SyncMode,
     attach_own_weights,
     attach_remote,
     check_same_dtype,
     choose_folder,
 )
-from treadle.sync.shards import worker_name
 from treadle.sync.shared_memory import find_bridge_file, gpu_uuid, read_bridge_file
 from treadle.sync.variables import group_place
 from treadle.sync.verify import PublishVerifier
@@ -79,11 +60,7 @@ from treadle.wire.bridge import (
     Adopt,
     BridgeInfo,
     BridgeState,
-    Joined,
-    JoinGroup,
     Pause,
-    Received,
-    ReceiveWeights,
     Resume,
 )
 
@@ -102,7 +79,7 @@ class Adopted:
     written_at: float
 
 
-class SingleCopySync:
+class SingleCopySync(SyncMode):
     """Write into the memory that the engine serves from."""
 
     has_one_copy = True
@@ -187,112 +164,6 @@ class SingleCopySync:
         return 0  # nothing is sent
 
 
-class WeightBroadcaster:
-    """Sends weights to the engine's workers in a process group. Call `join` before the first `send` and after one that
-    failed. Both end within `timeout_s`."""
-
-    def __init__(
-        self,
-        engine: EngineLink,
-        backend: Literal["nccl", "gloo"],
-        *,
-        host: str,
-        port: int = 0,
-        timeout_s: float,
-        num_workers: int = 1,
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:
-        """`host`: the name of this machine for the engine; empty: its address on the engine's network. `port`: where
-        the engine's workers find the trainer; 0: any free one."""
-        self._engine = engine
-        self._backend = backend
-        self._host = host
-        self._port = port
-        self._timeout_s = timeout_s
-        self._num_workers = num_workers
-        self._bucket_bytes = bucket_bytes
-        self._request: JoinGroup | None = None
-        self._store: Store = None
-        self._group: BroadcastGroup | None = None
-
-    @property
-    def is_joined(self) -> bool:
-        return self._group is not None
-
-    def join(self, policy: Publishable) -> None:
-        address = self._host
-        if not address:
-            url = urlsplit(self._engine.url)
-            port = url.port or (443 if url.scheme == "https" else 80)
-            address = local_address_towards(url.hostname or "127.0.0.1", port)
-        store = self._store = host_store(address, self._timeout_s, self._port)
-        request = self._request = JoinGroup(
-            group=secrets.token_hex(8),
-            host=address,
-            port=store.port,
-            backend=self._backend,
-            dtype=str(policy.dtype).removeprefix("torch."),
-            weights=policy.served_shapes(),
-            bucket_bytes=self._bucket_bytes,
-            timeout_s=self._timeout_s,
-            num_ranks=TRAINER + 1 + self._num_workers,
-        )
-        peer = f"the engine at {self._engine.url}"
-        form = partial(form_group, request, store, TRAINER, own_address=address, peer=peer, device=policy.device)
-        with self._naming_workers(request, JOINING):
-            _, self._group = self._both("/bridge/join", request, Joined, in_background("join-engine", form))
-        log.info("group_formed", backend=self._backend, host=address, weights=len(request.weights))
-
-    def send(self, policy: Publishable) -> int:
-        """Send all weights to the paused engine, which has them when this returns. Returns the bytes sent."""
-        group, request, self._group = self._group, self._request, None
-        assert group is not None and request is not None  # noqa: S101, PT018 - joined before
-        body, step = ReceiveWeights(group=request.group, timeout_s=self._timeout_s), group.num_broadcasts + 1
-        sending = in_background("send-weights", lambda: group.send(policy.served_weights()))
-        sending.add_done_callback(lambda sent: group.close() if sent.exception() else None)
-        with self._naming_workers(request, step):
-            received, num_bytes = self._both("/bridge/receive", body, Received, sending)
-        if received.num_bytes != num_bytes:
-            raise SyncError(
-                f"the engine at {self._engine.url} received {received.num_bytes} bytes, and {num_bytes} were sent",
-                fix="use an engine of the same release",
-            )
-        self._group = group  # usable again
-        return num_bytes
-
-    @contextmanager
-    def _naming_workers(self, request: JoinGroup, step: int) -> Iterator[None]:
-        """Add to an error which of several workers did not come as far as this step: they have died, or hang."""
-        try:
-            yield
-        except SyncError as error:
-            ranks = silent_ranks(self._store, request, step) if self._num_workers > 1 else []
-            if not ranks:
-                raise
-            silent = " and ".join(worker_name(rank - request.first_rank, self._num_workers) for rank in ranks)
-            raise SyncError(f"{error.message} ({silent} of the engine did not report)", fix=error.fix) from error
-
-    def _both(
-        self, path: str, body: msgspec.Struct, answer: type[Answer], done: Future[Outcome]
-    ) -> tuple[Answer, Outcome]:
-        """Ask the engine for its part while the trainer's part (`done`) runs; the first failure ends both."""
-        asked = in_background("ask-engine", lambda: self._engine.post(path, body, answer))
-        both: tuple[Future[Any], ...] = (asked, done)
-        wait(both, self._timeout_s, FIRST_EXCEPTION)
-        # The engine may be about to report why it failed, and its part must be over before the next request.
-        wait((asked,), QUICK_S)
-        if done.done() and not isinstance(done.exception(), PeerLost):
-            done.result()  # a local failure is the root cause
-        for part in both:
-            if part.done():
-                part.result()
-        if not (asked.done() and done.done()):
-            raise SyncError(
-                f"the engine at {self._engine.url} did not end POST {path} within {self._timeout_s:.0f} s", fix=PEER_FIX
-            )
-        return asked.result(), done.result()
-
-
 _NO_GROUP = "MASTER_ADDR and MASTER_PORT have no effect: trainer and engine share the memory of the weights"
 
 
@@ -332,12 +203,11 @@ class BroadcastSync(SingleCopySync):
         if place.note:
             log.warning("variable_without_effect", note=place.note)
         self._broadcaster = WeightBroadcaster(
-            engine,
+            [Receiver(engine, info.num_workers)],
             transport,
             host=place.host,
             port=place.port,
             timeout_s=config.publish_deadline_s,
-            num_workers=info.num_workers,
         )
         return attach_own_weights(config, engine) if is_here else attach_remote(config, info)
 

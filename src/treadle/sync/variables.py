@@ -45,7 +45,7 @@ class GroupPlace:
 
 
 def group_place(config: TrainConfig, environment: Mapping[str, str]) -> GroupPlace:
-    """Where a single trainer process meets the engine.
+    """Where a single trainer process meets the engines.
 
     >>> group_place(TrainConfig(use_shared_memory=True), {"MASTER_ADDR": "10.0.0.2", "MASTER_PORT": "26756"})
     GroupPlace(host='10.0.0.2', port=26756, note='')
@@ -54,7 +54,7 @@ def group_place(config: TrainConfig, environment: Mapping[str, str]) -> GroupPla
         return GroupPlace(config.broadcast_host)
     host, note = environment.get(MASTER_ADDR, ""), ""
     if host and is_loopback_host(host):  # an engine here is called by loopback in any case
-        if not is_loopback(config.engine_url[0]):
+        if not config.has_fleet and not is_loopback(config.engine_url[0]):
             where = shown_url(config.engine_url[0])
             note = f"{MASTER_ADDR} {host} has no effect: the engine at {where} is on another machine"
         host = ""

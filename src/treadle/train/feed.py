@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import msgspec
 
@@ -38,7 +39,7 @@ BATCH_LATE_S = 900.0  # without the next batch the watchdog reports the environm
 ANSWER_S = 20.0  # then the request is repeated
 START_HUB = "start it with `treadle hub`, or name another with --hub-url"
 ONE_TRAINER = "let one trainer at a time work on a hub: stop the other one, and continue with --resume"
-DONE, WAITING, STOPPED = b"d", b"w", b"s"  # first byte of rank 0's messages about the feed
+DONE, WAITING, STOPPED, ASIDE = b"d", b"w", b"s", b"a"  # first byte of rank 0's messages about the feed
 PHASE = "waiting for a batch"
 
 
@@ -227,16 +228,32 @@ def _client(url: str, answer_s: float) -> BlockingHttpClient:
 OpenHub = Callable[[Callable[[], None]], HubFeed]  # gets a function to call while it waits
 
 
-def open_feed(ranks: Ranks, check_stop: Callable[[], None], open_hub: OpenHub) -> HubFeed | SharedFeed:
-    return open_hub(check_stop) if ranks.size == 1 else SharedFeed(ranks, check_stop, open_hub)
+class Aside(Protocol):
+    """Work of all ranks that can come up while rank 0 waits for a batch."""
+
+    def due(self) -> Callable[[], None] | None:
+        """Rank 0's part, if there is something to do."""
+
+    def take_part(self) -> None:
+        """The part of the other ranks."""
+
+
+def open_feed(ranks: Ranks, check_stop: Callable[[], None], aside: Aside, open_hub: OpenHub) -> HubFeed | SharedFeed:
+    def check() -> None:
+        check_stop()
+        if (work := aside.due()) is not None:
+            work()
+
+    return open_hub(check) if ranks.size == 1 else SharedFeed(ranks, check_stop, aside, open_hub)
 
 
 class SharedFeed:
     """Rank 0 leases batches and sends them to the other ranks, with heartbeats while it waits."""
 
-    def __init__(self, ranks: Ranks, check_stop: Callable[[], None], open_hub: OpenHub) -> None:
+    def __init__(self, ranks: Ranks, check_stop: Callable[[], None], aside: Aside, open_hub: OpenHub) -> None:
         self._ranks = ranks
         self._check_stop = check_stop
+        self._aside = aside
         self._hub = open_hub(self._check) if ranks.leads else None
         self._is_waiting = False
         self._last_heartbeat = 0.0
@@ -283,9 +300,18 @@ class SharedFeed:
                 raise StopRequested
             if kind == DONE:
                 return content
+            if kind == ASIDE:
+                self._aside.take_part()
 
     def _check(self) -> None:
         self._check_stop()
-        if self._is_waiting and time.monotonic() - self._last_heartbeat > self._ranks.heartbeat_s:
+        if not self._is_waiting:
+            return
+        if (work := self._aside.due()) is not None:
+            self._ranks.broadcast(PHASE, ASIDE)
+            work()
+        elif time.monotonic() - self._last_heartbeat > self._ranks.heartbeat_s:
             self._ranks.broadcast(PHASE, WAITING)
-            self._last_heartbeat = time.monotonic()
+        else:
+            return
+        self._last_heartbeat = time.monotonic()

@@ -30,6 +30,7 @@ from treadle.train.feed import HubFeed, open_feed
 from treadle.train.loop import RecentTokenRecord, train
 from treadle.train.optimizers import build_optimizer
 from treadle.train.policy import build_policy, compile_ahead
+from treadle.train.publishing import Welcome
 from treadle.train.ranks import Ranks, join_ranks
 from treadle.train.stop import StopRequested, StopSwitch
 from treadle.watch.waits import Waits, WaitSpec
@@ -52,7 +53,7 @@ NOT_CAUSED_BY_BATCH = (
 log = get_logger("trainer")
 
 
-class WatchedSync:
+class WatchedSync(SyncMode):
     """SyncMode wrapper that registers every wait with the watchdog. `version`: the last one that the engine adopted."""
 
     def __init__(self, mode: SyncMode, waits: Waits, config: TrainConfig) -> None:
@@ -70,6 +71,12 @@ class WatchedSync:
         )
         with self._waits.waiting(loaded):
             return self._mode.attach()
+
+    def settle(self) -> None:
+        self._mode.settle()
+
+    def welcome(self) -> Callable[[Publishable], None] | None:
+        return self._mode.welcome()
 
     def publish(self, policy: Publishable, version: int) -> PublishResult:
         answer = WaitSpec(
@@ -199,7 +206,7 @@ def _train(
         tracker.truncate_after(restored.step)
         health_file.truncate_after(restored.step)
     tokens = RecentTokenRecord(config.metrics_path.parent / TOKENS_FOLDER, ranks.rank)
-    feed = open_feed(ranks, stop.check, lambda check: HubFeed(config.hub_url, check, waits))
+    feed = open_feed(ranks, stop.check, Welcome(mode, policy), lambda check: HubFeed(config.hub_url, check, waits))
     policy.computing = stop.computing
     stop.install()  # before this, a signal simply ends the process
     registration = _registration(config, restored.step, policy.vocab_size)

@@ -12,18 +12,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
 from torch import Tensor
 
-from treadle.sync.protocol import Publishable, PublishResult, TokenScores
+from treadle.sync.protocol import Publishable, PublishResult, SyncMode, TokenScores
 from treadle.train.policy import Policy
-from treadle.train.ranks import Ranks
 
 PHASE = "publishing the weights"
 Publish = Callable[[Publishable, int], PublishResult]
+T = TypeVar("T")
 
 
 class _Call(msgspec.Struct):
@@ -94,20 +96,41 @@ _FOLLOWED: Mapping[str, Callable[[Policy, _Call], object]] = {
 
 def publish_with_ranks(publish: Publish, policy: Policy, version: int) -> PublishResult:
     """`publish` on rank 0; the other ranks do their part of it. If it fails, rank 0 ends, and they with it."""
+    started = time.monotonic()
+    result = _led(policy, lambda leading: publish(leading, version))
+    return result or PublishResult(version=version, wait_s=0.0, write_s=time.monotonic() - started)
+
+
+class Welcome:
+    """Gives the published version to engines that join while the trainer waits for a batch (feed.Aside)."""
+
+    def __init__(self, mode: SyncMode, policy: Policy) -> None:
+        self._mode = mode
+        self._policy = policy
+
+    def due(self) -> Callable[[], None] | None:
+        welcome = self._mode.welcome()
+        return None if welcome is None else partial(_led, self._policy, welcome)
+
+    def take_part(self) -> None:
+        _follow(self._policy)
+
+
+def _led(policy: Policy, act: Callable[[Publishable], T]) -> T | None:
+    """`act` on rank 0, with the help of the others, for which it returns None."""
     ranks = policy.ranks
     with ranks.during(PHASE):
         if ranks.size == 1:
-            return publish(policy, version)
-        if ranks.leads:
-            leading = LeadingPolicy(policy)
-            result = publish(leading, version)
-            leading.complete()
-            return result
-        return _follow(policy, ranks, version)
+            return act(policy)
+        if not ranks.leads:
+            _follow(policy)
+            return None
+        leading = LeadingPolicy(policy)
+        result = act(leading)
+        leading.complete()
+        return result
 
 
-def _follow(policy: Policy, ranks: Ranks, version: int) -> PublishResult:
-    started = time.monotonic()
-    while (call := msgspec.msgpack.decode(ranks.broadcast(PHASE), type=_Call)).name:
+def _follow(policy: Policy) -> None:
+    while (call := msgspec.msgpack.decode(policy.ranks.broadcast(PHASE), type=_Call)).name:
         _FOLLOWED[call.name](policy, call)
-    return PublishResult(version=version, wait_s=0.0, write_s=time.monotonic() - started)

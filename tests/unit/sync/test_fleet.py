@@ -101,12 +101,19 @@ def has_weights_of(engine, trainer):
     return all(torch.allclose(served[name], weight, atol=1e-6) for name, weight in trainer.policy.served_weights())
 
 
-@pytest.mark.parametrize("mode", ["reload", "lora_only"])
+WAYS = {
+    "reload": {},
+    "lora_only": {"weight_bridge_mode": "lora_only"},
+    "shared_vllm": {"weight_bridge_mode": "shared_vllm", "use_shared_memory": True},
+}
+
+
+@pytest.mark.parametrize("mode", ["reload", "lora_only", "shared_vllm"])
 def test_each_engine_gets_every_version_and_proves_it(folder, tmp_path, hub, mode):
     engines = [SmallEngine(folder) for _ in range(3)]
     with ExitStack() as stack:
         urls = [stack.enter_context(serving(engine)) for engine in engines]
-        trainer = Trainer(folder, tmp_path, hub, urls, weight_bridge_mode=mode)
+        trainer = Trainer(folder, tmp_path, hub, urls, **WAYS[mode])
         assert table(hub) == {}, "nothing serves before it has proved a version"
         for version in range(3):
             assert trainer.publish(version).verified.canary_max < 1e-4
@@ -187,6 +194,54 @@ def test_an_engine_that_hangs_is_out_at_the_deadline(folder, tmp_path, hub):
         slow.faults.hangs_in = ""
         wait_for(lambda: table(hub)[slow_url] == ("serving", 2))
         assert has_weights_of(slow, trainer)
+
+
+@pytest.mark.parametrize("trouble", ["fails_in", pytest.param("hangs_in", marks=pytest.mark.full)])
+@pytest.mark.parametrize("route", ["/bridge/join", "/bridge/pause", "/bridge/receive", "/bridge/resume"])
+def test_an_engine_that_fails_in_a_broadcast_is_out_and_the_others_get_the_version(
+    folder, tmp_path, hub, route, trouble
+):
+    engines = [SmallEngine(folder) for _ in range(3)]
+    with ExitStack() as stack:
+        urls = [stack.enter_context(serving(engine)) for engine in engines]
+        trainer = Trainer(folder, tmp_path, hub, urls, **WAYS["shared_vllm"], publish_timeout_s=3.0)
+        if route != "/bridge/join":  # of a group that exists
+            trainer.publish(0)
+        engines[1].faults = Faults(**{trouble: route})
+        assert trainer.publish(1).num_bytes == 2 * sum(w.nbytes for _, w in trainer.policy.served_weights())
+        assert table(hub)[urls[0]] == table(hub)[urls[2]] == ("serving", 1)
+        assert table(hub)[urls[1]] == ("out", None)
+        assert has_weights_of(engines[0], trainer)
+        assert has_weights_of(engines[2], trainer)
+        engines[1].faults = Faults()
+        within(30, lambda: welcome_until(trainer, lambda: table(hub)[urls[1]] == ("serving", 1)))
+        assert has_weights_of(engines[1], trainer)
+        trainer.publish(2)
+        assert table(hub) == dict.fromkeys(urls, ("serving", 2))
+
+
+def welcome_until(trainer, condition):
+    """What the trainer does while it waits for a batch."""
+    while not condition():
+        if (welcome := trainer.sync.welcome()) is not None:
+            welcome(trainer.policy)
+        time.sleep(0.02)
+
+
+def test_an_engine_that_joins_is_sent_the_weights_while_the_trainer_waits(folder, tmp_path, hub):
+    port, late = free_port(), SmallEngine(folder)
+    with serving(SmallEngine(folder)) as url, ExitStack() as stack:
+        other = f"http://127.0.0.1:{port}"
+        trainer = Trainer(folder, tmp_path, hub, [url, other], **WAYS["shared_vllm"])
+        trainer.publish(0)
+        trainer.publish(1)
+        assert trainer.sync.welcome() is None
+        stack.enter_context(serving(late, port=port))
+        wait_for(lambda: trainer.sync.welcome() is not None)
+        wait_for(lambda: table(hub).get(other) == ("joining", None))
+        within(30, lambda: welcome_until(trainer, lambda: table(hub)[other] == ("serving", 1)))
+        assert has_weights_of(late, trainer)
+        assert trainer.sync.welcome() is None
 
 
 def test_an_engine_that_returns_proves_the_present_version_first(folder, tmp_path, hub):
@@ -309,7 +364,8 @@ def test_an_engine_with_another_number_of_workers_is_out_and_that_is_said(folder
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"train.weight_bridge_mode": "shared_vllm"}, "publishes to one engine"),
+        ({"train.weight_bridge_mode": "shared_vllm"}, "weight_bridge_mode shared_vllm publishes to one engine"),
+        ({"train.use_shared_memory": "true", "train.broadcast_by": "memory"}, "broadcast_by memory publishes to one"),
         ({"train.weight_bridge_mode": "lora_only", "train.single_copy": "true"}, "single_copy is for one engine"),
         ({"train.weight_bridge_mode": "reload", "train.verify_publish": "off"}, "verify_publish is off"),
     ],

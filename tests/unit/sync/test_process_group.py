@@ -21,9 +21,9 @@ from tests.e2e.processes import free_port
 from tests.unit.sync.group_peer import SHAPES, Weights, peer, random_weights
 from treadle.background import in_background
 from treadle.errors import SyncError
+from treadle.sync.broadcaster import Receiver, WeightBroadcaster
 from treadle.sync.process_group import Bucket, BucketSlice, PeerLost, host_store, local_address_towards, plan_buckets
 from treadle.sync.protocol import EngineLink
-from treadle.sync.shared_vllm import WeightBroadcaster
 from treadle.wire.bridge import Received, ReceiveWeights
 
 WEIGHT_SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=12)
@@ -77,7 +77,12 @@ def stopped(engine):
 
 def link_to(url, *, timeout_s=30.0, bucket_bytes=16 << 10, host="", port=0):
     return WeightBroadcaster(
-        EngineLink(url, timeout_s), "gloo", host=host, port=port, timeout_s=timeout_s, bucket_bytes=bucket_bytes
+        [Receiver(EngineLink(url, timeout_s))],
+        "gloo",
+        host=host,
+        port=port,
+        timeout_s=timeout_s,
+        bucket_bytes=bucket_bytes,
     )
 
 
@@ -190,7 +195,7 @@ def test_the_store_listens_on_the_engines_network_alone(engine):
 def split_link(url, *, timeout_s=30.0, bucket_bytes=1 << 10):
     """Buckets of 512 elements: most of them begin and end within a row of a weight."""
     return WeightBroadcaster(
-        EngineLink(url, timeout_s), "gloo", host="", timeout_s=timeout_s, num_workers=2, bucket_bytes=bucket_bytes
+        [Receiver(EngineLink(url, timeout_s), 2)], "gloo", timeout_s=timeout_s, bucket_bytes=bucket_bytes
     )
 
 
@@ -237,8 +242,8 @@ def test_a_send_that_failed_ends_after_the_engines_part_of_it():
     with HTTPServer(("127.0.0.1", 0), Engine) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
         engine = EngineLink(f"http://127.0.0.1:{server.server_port}", timeout_s=60.0)
-        link = WeightBroadcaster(engine, "gloo", host="127.0.0.1", timeout_s=60.0)
+        link = WeightBroadcaster([Receiver(engine)], "gloo", host="127.0.0.1", timeout_s=60.0)
         body = ReceiveWeights(group="g", timeout_s=60.0)
         with pytest.raises(SyncError):
-            link._both("/bridge/receive", body, Received, in_background("send", send))
+            link._all("/bridge/receive", [body], Received, in_background("send", send), lambda: None)
     assert steps == ["the send has failed", "the engine has ended"]

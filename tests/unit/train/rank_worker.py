@@ -34,6 +34,7 @@ from treadle.train.loop import FROM_THE_START, FrozenLogprobs, accumulate_gradie
 from treadle.train.optimizers import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import load_policy
+from treadle.train.publishing import Welcome
 from treadle.train.ranks import join_ranks
 from treadle.train.sharding import join_parts, own_part, whole
 from treadle.train.stop import StopRequested
@@ -171,14 +172,15 @@ def run_job(job, ranks):
     restored = checkpoints.restore(policy, optimizer) if job.get("resume") else FROM_THE_START
     tracker = ListTracker() if ranks.leads else None
     trouble = Trouble(ranks.rank, **job.get("trouble", {}))
-    feed = open_feed(ranks, lambda: None, lambda check: ListFeed(groups, check))
+    mode = OfflineSync(config)
+    feed = open_feed(ranks, lambda: None, Welcome(mode, policy), lambda check: ListFeed(groups, check))
     was_stopped = False
     saves = job.get("saves", ["weights", "gradients", "state"])
     start = {name: whole(p.detach()).to("cpu", copy=True) for name, p in policy.live.items() if "start" in saves}
     try:
         if job["steps"]:
             train(
-                config, policy, optimizer, feed, OfflineSync(config).publish, checkpoints, tracker, restored=restored,
+                config, policy, optimizer, feed, mode.publish, checkpoints, tracker, restored=restored,
                 check_stop=trouble, reference=reference,
             )  # fmt: skip
     except StopRequested:
