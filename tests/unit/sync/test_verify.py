@@ -166,7 +166,7 @@ def test_a_restart_that_hangs_is_raised_by_the_publish_after_it(folder, tmp_path
     engine = SmallEngine(folder)
     with serving(engine) as url:
         trainer = Trainer(
-            folder, tmp_path, url, publish_timeout_s=0.5, weight_bridge_mode="none", vllm_restart_interval=1
+            folder, tmp_path, url, publish_timeout_s=2.0, weight_bridge_mode="none", vllm_restart_interval=1
         )
         trainer.publish(0)
         engine.faults = Faults(hangs_in="/bridge/restart")
