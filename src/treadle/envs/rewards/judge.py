@@ -40,6 +40,7 @@ log = get_logger("rewards")
 
 DEFAULT_KEY = "TREADLE_JUDGE_KEY"
 _FILE = "judge.sqlite"
+_NO_METRICS = {"requests": 0.0, "failures": 0.0, "cache_hits": 0.0, "tokens": 0.0, "seconds": 0.0}
 _ALONE = (
     "pairwise compares the completions of a group, and this one is alone, without an answer in its row: evaluate with "
     "--env.eval-samples 4, or not at all with --env.num-eval 0; in tasks of several turns use mode 'rubric'"
@@ -152,11 +153,13 @@ class JudgeService:
 
     async def score(self, group: Sequence[RewardInput]) -> list[CallResult]:
         try:
-            return await (self._rate(group) if self._reward.mode == "rubric" else self._compare(group))
+            results = await (self._rate(group) if self._reward.mode == "rubric" else self._compare(group))
         except BudgetSpent:
             self._stop_or_skip()
             # Of the whole group: its scores are compared, so they must be of the same parts.
-            return [CallResult(scores=[None]) for _ in group]
+            results = [CallResult(scores=[None]) for _ in group]
+        # All of them, so that a mean over groups is one over all groups.
+        return [msgspec.structs.replace(result, metrics={**_NO_METRICS, **result.metrics}) for result in results]
 
     def _stop_or_skip(self) -> None:
         reward, client = self._reward, self._client

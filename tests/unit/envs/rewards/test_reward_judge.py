@@ -250,7 +250,7 @@ def test_a_question_is_asked_once_in_a_run_also_after_a_restart(tmp_path):
     with judging(by_length) as server:
         _, again = score(judge_of(server), inputs_of("abc", "ab"), inputs_of("ab", "abc"), state_folder=tmp_path)
         assert [result.score for result in again] == [0.2, 0.3]
-        assert (len(server.bodies), again[0].metrics) == (2, {"judge/cache_hits": 1})
+        assert (len(server.bodies), requests_of(again), again[0].metrics["judge/cache_hits"]) == (2, 0, 1)
         (later,) = score(judge_of(server), inputs_of("abc"), state_folder=tmp_path)
         assert (later.score, len(server.bodies)) == (0.3, 2)
         for changed in ({"rubric": "It is short."}, {"temperature": 0.5}, {"cache": "off"}):
