@@ -32,6 +32,7 @@ _PAIR_REQUEST = (
     "reasons in a few sentences. Then write one last line, which is exactly one of these three:\nWINNER: 1\nWINNER: 2\n"
     "WINNER: TIE"
 )
+_REFERENCE_MEANS = "The text REFERENCE is an answer that is known to be right."
 _SCORE = re.compile(r"\**score:\**\s*(\d+(?:\.\d+)?)(?:\s*/\s*(\d+))?\.?\**", re.IGNORECASE)
 _WINNER = re.compile(r"\**winner:\**\s*(1|2|tie)\.?\**", re.IGNORECASE)
 
@@ -86,6 +87,8 @@ def parse_winner(text: str) -> float:
 def _question(system: str, texts: Mapping[str, str], request: str) -> Messages:
     marker = _marker(texts)
     parts = [f"BEGIN {name} {marker}\n{text}\nEND {name} {marker}" for name, text in texts.items()]
+    if "REFERENCE" in texts:
+        parts.append(_REFERENCE_MEANS)
     return [
         {"role": "system", "content": system.format(marker=marker)},
         {"role": "user", "content": "\n\n".join([*parts, request])},

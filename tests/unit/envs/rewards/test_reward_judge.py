@@ -82,6 +82,7 @@ def test_the_judge_sees_rubric_task_reference_and_answer():
     assert [text_of(first, name) for name in ("RUBRIC", "TASK", "REFERENCE", "ANSWER")] == [
         "It is long.", "Say something.", "hello", "hi",
     ]  # fmt: skip
+    assert "REFERENCE is an answer that is known to be right" in first
     assert "REFERENCE" not in second
     assert text_of(second) == "<think>a</think>hi"
     assert text_of(third, "RUBRIC") == "It greets."
@@ -233,7 +234,9 @@ def test_the_key_comes_from_the_environment_and_stays_there(monkeypatch, tmp_pat
         assert server.headers[0]["Authorization"] == "Bearer sk-secret"
         with pytest.raises(ConfigError, match=r"\$OTHER_KEY, which is not set"):
             judge_of(server, api_key_env="OTHER_KEY").check_installed()
-    assert "sk-secret" not in f"{result}{reward!r}{reward.to_config()}{caplog.text}"
+    logged = [vars(record) for record in caplog.records]
+    assert any("nothing to read" in str(fields) for fields in logged)
+    assert "sk-secret" not in f"{result}{reward!r}{reward.to_config()}{logged}"
     assert not [file for file in tmp_path.iterdir() if b"sk-secret" in file.read_bytes()]
 
 
