@@ -7,8 +7,8 @@ import time
 from collections import Counter
 
 import pytest
-from judge_server import Reply, judging, text_of
 
+from tests.judge_server import Reply, judging, text_of
 from treadle.config.env import EnvConfig
 from treadle.envs.base import Environment, Item
 from treadle.envs.chat import Transcript
