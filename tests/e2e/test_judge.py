@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,9 @@ def test_a_run_ends_with_its_judges_budget_and_goes_on_with_a_larger_one(tmp_pat
 
         result = resume(run, *rewards(server.url, cache="off"))
         assert result.returncode == 0, ending(result, run)
+    [file] = run.glob("env/*/judge-*/judge.sqlite")
+    with sqlite3.connect(file) as db:
+        assert db.execute("SELECT * FROM spent").fetchall() == [("judge", len(server.bodies), 100 * len(server.bodies))]
     steps = [row for row in metrics_of(run) if "rollout/judge/requests" in row]
     assert {row["step"] for row in steps} >= set(range(2, STEPS + 1))
     assert all(row["rollout/judge/tokens"] == 100 * row["rollout/judge/requests"] for row in steps)

@@ -67,7 +67,7 @@ class JudgeReward(ServiceReward):
     api_key_env: str = ""  # the environment variable that has the key; empty: TREADLE_JUDGE_KEY, if it is set
     max_concurrency: int = 16
     request_s: float = 60.0  # for one request
-    deadline_s: float = 180.0  # for one question with all repetitions; waiting for a slot is not counted
+    deadline_s: float = 120.0  # for one question with all repetitions; waiting for a slot is not counted
     max_requests: int = 0  # of one environment in the whole run; 0: no limit
     max_total_tokens: int = 0  # the same, prompts and answers; 0: no limit
     when_spent: Literal["stop", "skip"] = "stop"

@@ -8,9 +8,10 @@ from collections import Counter
 
 import pytest
 
+from tests.doc_pages import ROOT
 from tests.judge_server import Reply, judging, text_of
 from treadle.config.env import EnvConfig
-from treadle.envs.base import Environment, Item
+from treadle.envs.base import Environment, Item, load_environment, prepare_task
 from treadle.envs.chat import Transcript
 from treadle.envs.engine_client import Completion
 from treadle.envs.rewards import InlineScorer, RewardInput, RewardPool, registry
@@ -19,6 +20,7 @@ from treadle.envs.rewards.judge_client import with_version
 from treadle.envs.rewards.judge_prompts import UnreadableAnswer, parse_points, parse_winner, rubric_question
 from treadle.envs.rollout import Rollout, build_group
 from treadle.envs.scoring import ScoreRules
+from treadle.envs.serving.monitor import EnvMonitor
 from treadle.errors import ConfigError, ScoringError
 
 QUICK = {"model": "judge", "rubric": "It is long.", "request_s": 2.0, "deadline_s": 5.0}
@@ -437,6 +439,24 @@ def test_a_judge_that_never_answered_ends_the_environment_with_its_problem():
         with pytest.raises(ScoringError, match="none of 2 answers could be scored: judge: the answer cannot") as error:
             asyncio.run(run())
     assert "judge's server" in error.value.fix
+
+
+@pytest.mark.parametrize("mode", ["rubric", "pairwise"])
+def test_the_example_is_a_task_of_answers_that_a_judge_scores(mode, tmp_path, monkeypatch):
+    text = (ROOT / "examples" / "judge.py").read_text()
+    (tmp_path / "task.py").write_text(text.replace('"explain"', f'"explain_by_{mode}"'))
+    with judging(by_length if mode == "rubric" else longer_wins) as server:
+        monkeypatch.setenv("JUDGE_URL", server.url)
+        monkeypatch.setenv("JUDGE_MODE", mode)
+        environment = load_environment(EnvConfig(name=str(tmp_path / "task.py")))
+        prepare_task(environment)
+        rollouts = rollouts_of(environment, "b", "bb" * 10)
+        assert server.bodies[0]["model"] == "Qwen/Qwen3-4B"
+    assert [rollout.score.is_right for rollout in rollouts] == [False, True]
+    assert len(environment.train_items()) == 32
+    totals = EnvMonitor("explain")
+    totals.finish(rollouts)
+    assert totals.report().as_about().counts["judge_requests"] == 2
 
 
 # ---- settings

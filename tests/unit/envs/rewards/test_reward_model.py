@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
+from tests.doc_pages import ROOT
 from tests.tiny_model import write_tiny_model
 from treadle.config.env import EnvConfig
-from treadle.envs.base import Environment, Item
+from treadle.envs.base import Environment, Item, load_environment, prepare_task
 from treadle.envs.engine_client import Completion
 from treadle.envs.rewards import InlineScorer, RewardInput, RewardPool, registry
 from treadle.envs.scoring import ScoreRules
@@ -118,6 +119,23 @@ def test_one_worker_loads_it_once_while_the_loop_goes_on(folder):
         assert [score.reward for score in scores] == pytest.approx(expected, abs=1e-4)
     assert len(children) == 1
     assert num_turns > 20
+
+
+def test_the_example_is_a_task_of_answers_that_a_reward_model_scores(folder, tmp_path, monkeypatch):
+    text = (ROOT / "examples" / "reward_model.py").read_text()
+    (tmp_path / "task.py").write_text(text.replace('"advice"', '"advice_here"'))
+    monkeypatch.setenv("REWARD_MODEL", str(folder))
+    environment = load_environment(EnvConfig(name=str(tmp_path / "task.py")))
+    prepare_task(environment)
+
+    async def run():
+        async with InlineScorer() as scorer:
+            completions = [Completion([0], [0.0], text, "stop", 0) for text in TEXTS]
+            return await ScoreRules(environment, scorer).scores(environment.train_item(0), completions)
+
+    scores = asyncio.run(run())
+    assert all(0 < score.reward < 1 for score in scores)
+    assert set(scores[0].parts) == {"reward_model", "repetition_penalty"}
 
 
 def test_a_text_that_is_too_long_has_no_score_and_the_others_do(folder):
