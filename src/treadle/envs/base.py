@@ -105,6 +105,7 @@ class Score:
     outcome: Outcome | Literal["too_short"] = "scored"
     error: str = ""
     seconds: float = 0.0  # time of scoring
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of its rewards: {"judge/requests": 1}
 
 
 def is_enough(score: float, right: float) -> bool:

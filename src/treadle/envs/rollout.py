@@ -24,7 +24,7 @@ from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import EngineResult, all_together
 from treadle.envs.engine_pool import InferenceClient
 from treadle.envs.scoring import ScoreRules, as_score
-from treadle.errors import ConfigError, EngineError, RequestError, UserError
+from treadle.errors import ConfigError, EngineError, RequestError, ScoringError, UserError
 from treadle.wire.groups import ScoredGroup
 
 # How the scores of a group compare. "all_right", "all_wrong" and "equal": they are all the same, and teach nothing.
@@ -119,7 +119,7 @@ async def roll_one(context: EnvContext, item: Item, sampling: RolloutSampling) -
             raise ValueError("the rollout asked the model nothing, and gave no score")
     except RequestError as error:  # an invalid request: an error of the user code, in this rollout
         score = context.judge.failed("rollout_failed", item, "", error)
-    except (EngineError, UserError):  # the engine or a setting: concerns all rollouts
+    except (EngineError, UserError, ScoringError):  # the engine, a setting or the judge: concerns all rollouts
         raise
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
@@ -254,6 +254,9 @@ def _metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     for name in sorted({name for rollout in rollouts for name in rollout.score.parts}):
         worths = [rollout.score.parts[name] for rollout in rollouts if name in rollout.score.parts]
         metrics[f"reward/{name}"] = sum(worths) / len(worths)
+    for rollout in rollouts:
+        for name, value in rollout.score.metrics.items():
+            metrics[name] = metrics.get(name, 0.0) + value
     failures = Counter(rollout.score.outcome for rollout in rollouts if rollout.score.reward is None)
     for outcome, times in failures.items():
         metrics[f"score_{outcome}"] = float(times)

@@ -7,13 +7,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from treadle.config.env import EnvConfig
 from treadle.envs.base import Environment, Item, Score, is_enough
 from treadle.envs.engine_client import Completion
 from treadle.envs.rewards import (
-    BatchFunctionReward,
     Reward,
     RewardInput,
     RewardPool,
@@ -47,15 +47,19 @@ class ScoreRules:
         self._reward: Reward | None = None
         self._num_raised = 0
         self._has_scored = False
-        self._takes_lists = False
+        self._reads_messages = False
         if environment.rewards:
             self._reward = registry.create(environment.rewards)
-            self._takes_lists = any(isinstance(leaf, BatchFunctionReward) for leaf in leaves(self._reward))
+            self._reads_messages = any(leaf.reads_messages for leaf in leaves(self._reward))
+
+    def keep_state_in(self, folder: Path) -> None:
+        """Where rewards that ask a server keep what belongs to the run: answers, and what they have spent."""
+        self._scorer.services.state_folder = folder
 
     async def scores(self, item: Item, completions: Sequence[Completion]) -> list[Score]:
         if self._reward is None:
             return [self._score_here(item, completion) for completion in completions]
-        in_full = self._takes_lists  # with the fields that only functions of lists use
+        in_full = self._reads_messages
         inputs = [
             RewardInput(
                 text=completion.text,
@@ -64,7 +68,8 @@ class ScoreRules:
                 num_tokens=len(completion.token_ids),
                 finish_reason=completion.finish_reason,
                 metadata=dict(item.metadata),
-                messages=list(item.messages) if in_full and item.is_chat else [],
+                messages=list(item.messages) if in_full else [],
+                is_chat=item.is_chat,
                 token_ids=completion.token_ids if in_full else [],
             )
             for completion in completions
@@ -81,6 +86,7 @@ class ScoreRules:
                 outcome=result.outcome,
                 error=result.detail,
                 seconds=result.seconds,
+                metrics=result.metrics,
             )
             for result in results
         ]
@@ -111,12 +117,12 @@ class ScoreRules:
             log.error(event, problem=what, times=count)
 
     def require_scores(self, scores: Sequence[Score]) -> None:
-        """Raise ScoringError when scoring has raised for a group's worth of answers and has never succeeded.
+        """Raise ScoringError when scoring has failed for a group's worth of answers and has never succeeded.
 
         Not for environments that wait for external agents, which may connect late.
         """
         self._has_scored = self._has_scored or any(score.reward is not None for score in scores)
-        raised = [score for score in scores if score.outcome == "raised"]
+        raised = [score for score in scores if score.outcome in ("raised", "judge_failed")]
         self._num_raised += len(raised)
         config, may_fail = self._environment.config, self._has_scored or self._environment.waits_for_agents
         if raised and not may_fail and self._num_raised >= max(config.group_size, 2):
@@ -124,10 +130,10 @@ class ScoreRules:
 
 
 def none_scored(num_answers: int, example: Score, config: EnvConfig) -> ScoringError:
-    return ScoringError(
-        f"none of {num_answers} answers could be scored: {example.error or example.outcome}",
-        fix=f"correct that code; treadle env {config.name} validate tries it without a model",
-    )
+    fix = f"correct that code; treadle env {config.name} validate tries it without a model"
+    if example.outcome == "judge_failed":
+        fix = "see whether the judge's server runs, and what its log says; then continue with --resume"
+    return ScoringError(f"none of {num_answers} answers could be scored: {example.error or example.outcome}", fix=fix)
 
 
 def as_score(given: Score | float, right: float) -> Score:

@@ -114,7 +114,7 @@ def test_settings_that_the_pages_show_are_taken(tmp_path: Path, monkeypatch: pyt
     places(tmp_path, monkeypatch)
     shown = {block.language: block.text for block in BLOCKS if block.language in ("yaml", "json")}
     tomls = [block.text for block in BLOCKS if block.language == "toml"]
-    [rewards_table], [tables], [shared] = ([text for text in tomls if key in text] for key in TOML_KEYS)
+    [rewards_table, judge_table], [tables], [shared] = ([text for text in tomls if key in text] for key in TOML_KEYS)
     (tmp_path / "shared.toml").write_text(shared)
     assert load_process(tmp_path / "shared.toml", {}, "train").train.model == "Qwen/Qwen3-0.6B"
     (tmp_path / "run.toml").write_text(tables)
@@ -126,6 +126,7 @@ def test_settings_that_the_pages_show_are_taken(tmp_path: Path, monkeypatch: pyt
     )
     rewards = tomllib.loads(rewards_table.replace("is_polite", "is_polite_here", 1))["env"]["rewards"]
     assert len(registry.create(rewards).rewards) == 3
+    assert registry.create(tomllib.loads(judge_table)["env"]["rewards"]).rewards[0].max_requests == 50_000
     (tmp_path / "code.jsonl").write_text(shown["json"] * 2)
     prepare_task(load_environment(EnvConfig(name="code", data="code.jsonl")))
 

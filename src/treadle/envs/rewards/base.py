@@ -54,8 +54,9 @@ class RewardInput(msgspec.Struct, frozen=True, omit_defaults=True):
     num_tokens: int | None = None  # of the completion, if known
     finish_reason: str = "stop"  # "length": it was cut off
     metadata: dict[str, Any] = {}  # the rest of the data row
-    # Filled in for functions that take lists (BatchFunctionReward).
-    messages: list[dict[str, Any]] = []  # the prompt, if the data row has it as a chat
+    # Filled in for rewards that say so (`reads_messages`).
+    messages: list[dict[str, Any]] = []  # the prompt
+    is_chat: bool = True  # whether the data row has the prompt as messages; functions that take lists get text if not
     token_ids: list[int] = []  # of the completion
 
     @property
@@ -64,11 +65,19 @@ class RewardInput(msgspec.Struct, frozen=True, omit_defaults=True):
         return len(self.text.split()) if self.num_tokens is None else self.num_tokens
 
 
+class OwnWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of a worker that serves one reward only; it has no memory limit."""
+
+    time_limit_s: float  # for one call
+    load_limit_s: float
+
+
 class Reward(msgspec.Struct, dict=True, forbid_unknown_fields=True, kw_only=True):
     """Base class of all rewards. Override `score`, or `score_group` to compare the completions of a group."""
 
     needs: ClassVar[tuple[str, ...]] = ()  # an extra, and the optional packages of it that are needed
     may_abstain: ClassVar[bool] = False  # whether None is a valid result ("not applicable")
+    reads_messages: ClassVar[bool] = False  # whether it uses `messages` and `token_ids` of a RewardInput
 
     weight: float = 1.0
     name: str = ""  # what its part of the score is called; by default the name it is registered under
@@ -106,6 +115,11 @@ class Reward(msgspec.Struct, dict=True, forbid_unknown_fields=True, kw_only=True
     @property
     def looks_at_groups(self) -> bool:
         return type(self).score_group is not Reward.score_group
+
+    @property
+    def own_worker(self) -> OwnWorker | None:
+        """Limits of the one worker that this reward has for itself; None: it shares the workers of the pool."""
+        return None
 
     def judged(self, value: Any) -> Judged | None:
         """Validate a value returned by `score` or `score_group`; None: not applicable."""
@@ -234,6 +248,7 @@ class BatchFunctionReward(FunctionReward):
     """A function that takes lists; it may be a coroutine function, and None in its result means "not applicable"."""
 
     may_abstain: ClassVar = True
+    reads_messages: ClassVar = True
     per_group: bool = True
 
     def check(self) -> None:
@@ -283,8 +298,10 @@ def columns_of(group: Sequence[RewardInput]) -> dict[str, list[Any]]:
     return {
         "answer": [one.answer for one in group],
         **{name: [one.metadata.get(name) for one in group] for name in names},
-        "prompts": [one.messages or one.prompt for one in group],
-        "completions": [[{"role": "assistant", "content": one.text}] if one.messages else one.text for one in group],
+        "prompts": [(one.is_chat and one.messages) or one.prompt for one in group],
+        "completions": [
+            [{"role": "assistant", "content": one.text}] if one.is_chat and one.messages else one.text for one in group
+        ],
         "completion_ids": [one.token_ids for one in group],
     }
 
@@ -299,7 +316,7 @@ def _finished(coroutine: Any) -> Any:
         return thread.submit(asyncio.run, result()).result()
 
 
-Outcome = Literal["scored", "timed_out", "raised", "out_of_memory", "worker_died"]
+Outcome = Literal["scored", "timed_out", "raised", "out_of_memory", "worker_died", "judge_failed"]
 
 
 class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -314,6 +331,7 @@ class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Outcome = "scored"
     detail: str = ""  # of a failure: which reward, and what happened
     seconds: float = 0.0
+    metrics: dict[str, float] = {}  # of its rewards: {"judge/requests": 1}
 
 
 class CallResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
@@ -324,6 +342,7 @@ class CallResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     outcome: Outcome = "scored"
     detail: str = ""
     seconds: float = 0.0
+    metrics: dict[str, float] = {}  # {"requests": 1}; added up over the rollouts of a group
 
 
 def calls_for(reward: Reward, inputs: Sequence[RewardInput]) -> list[list[RewardInput]]:

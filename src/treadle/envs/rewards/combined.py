@@ -12,6 +12,7 @@ import msgspec
 
 from treadle.envs.rewards.base import CallResult, Judged, Reward, RewardInput, RewardResult, judged
 from treadle.envs.rewards.registry import RewardLike, registry
+from treadle.envs.rewards.services import ServiceReward
 from treadle.envs.rewards.text import AccuracyReward, BoxedMath, ThinkFormatReward
 from treadle.errors import ConfigError
 
@@ -138,6 +139,7 @@ def assemble(reward: Reward, calls: Mapping[str, Sequence[tuple[CallResult, Judg
                 outcome=blamed.outcome if blamed else "scored",
                 detail="; ".join(f"{name}: {call.detail}" for name, call in failures),
                 seconds=sum(call.seconds for call, _ in found.values()),
+                metrics={f"{n}/{metric}": v for n, (call, _) in found.items() for metric, v in call.metrics.items()},
             )
         )
     return results
@@ -197,6 +199,8 @@ class CosineScaledReward(Reward):
             raise ConfigError(f"reward '{self.name}' has max_tokens {self.max_tokens}", fix="give 1 or more")
         if self._inner.looks_at_groups:
             raise ConfigError(f"reward '{self.name}' cannot follow one that looks at groups", fix="choose another 'of'")
+        if isinstance(self._inner, ServiceReward):
+            raise ConfigError(f"reward '{self.name}' cannot follow one that asks a server", fix="choose another 'of'")
 
     def check_installed(self) -> None:
         self._inner.check_installed()

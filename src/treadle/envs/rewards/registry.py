@@ -41,6 +41,8 @@ BUILT_IN = {
     "boxed_math": f"{_HERE}.text:BoxedMath",
     "accuracy": f"{_HERE}.text:AccuracyReward",
     "unit_tests": f"{_HERE}.unit_tests:UnitTestsReward",
+    "judge": f"{_HERE}.judge:JudgeReward",
+    "reward_model": f"{_HERE}.reward_model:RewardModelReward",
     "combined": f"{_HERE}.combined:CombinedReward",
     "r1": f"{_HERE}.combined:R1Reward",
 }

@@ -1,5 +1,7 @@
 """Score completions in worker processes that can be killed (RewardPool), or in this process (InlineScorer).
 
+Rewards that ask a server are called in this process by both (services.py).
+
 async with RewardPool(num_workers=2, time_limit_s=10, memory_limit_mb=1024) as pool:
     results = await pool.score(reward, completions_of_one_group)
 
@@ -26,6 +28,7 @@ import msgspec
 
 from treadle.envs.rewards.base import (
     CallResult,
+    OwnWorker,
     Reward,
     RewardInput,
     RewardResult,
@@ -34,6 +37,7 @@ from treadle.envs.rewards.base import (
     per_completion,
 )
 from treadle.envs.rewards.combined import assemble, leaves
+from treadle.envs.rewards.services import RewardServices, ServiceReward
 from treadle.envs.rewards.worker_handle import IN_WORKER, Worker, WorkerLost, pack_inputs
 from treadle.errors import ConfigError, ProcessDied, TreadleError
 from treadle.log import get_logger
@@ -171,6 +175,8 @@ class RewardPool(WorkerPool[Worker]):
         self._queue = CallQueue(max_waiting)
         self._keys: dict[bytes, int] = {}  # of rewards, by their encoded configuration
         self._mean_s: dict[int, float] = {}  # moving average of the time of a reward's calls
+        self.services = RewardServices()
+        self._pools: dict[bytes, RewardPool] = {}  # of the rewards with a worker of their own, by their configuration
 
     async def __aenter__(self) -> Self:
         if IN_WORKER in os.environ:  # every worker would start workers, recursively
@@ -190,6 +196,8 @@ class RewardPool(WorkerPool[Worker]):
         """Kill all workers and wait until they are gone. Callers that still wait get an error."""
         await super().close()
         self._queue.close()
+        await asyncio.gather(*(pool.close() for pool in self._pools.values()))
+        await self.services.close()
 
     async def score(self, reward: Reward, inputs: Sequence[RewardInput]) -> list[RewardResult]:
         """A result for each completion, in order. For a reward that looks at groups, pass one group per call."""
@@ -205,6 +213,23 @@ class RewardPool(WorkerPool[Worker]):
     async def _score_leaf(self, leaf: Reward, inputs: Sequence[RewardInput]) -> list[CallResult]:
         if not inputs:
             return []
+        if isinstance(leaf, ServiceReward):
+            return await self.services.score(leaf, inputs)
+        if leaf.own_worker is not None:
+            return await (await self._pool_of(leaf, leaf.own_worker))._score_in_workers(leaf, inputs)
+        return await self._score_in_workers(leaf, inputs)
+
+    async def _pool_of(self, leaf: Reward, limits: OwnWorker) -> RewardPool:
+        """The pool of one worker for this reward, so that a large model is loaded once."""
+        key = msgspec.msgpack.encode(leaf.to_config())
+        if key not in self._pools:
+            self._pools[key] = RewardPool(
+                1, time_limit_s=limits.time_limit_s, load_limit_s=limits.load_limit_s, memory_limit_mb=0
+            )
+            await self._pools[key].start()
+        return self._pools[key]
+
+    async def _score_in_workers(self, leaf: Reward, inputs: Sequence[RewardInput]) -> list[CallResult]:
         config = leaf.to_config()
         try:
             packed = msgspec.msgpack.encode(config)
@@ -311,14 +336,18 @@ class InlineScorer(AbstractAsyncContextManager["InlineScorer"]):
     """Scores in this process, for rewards that are known to be fast and harmless: there are no limits."""
 
     _warm: list[Reward] = field(default_factory=list)
+    services: RewardServices = field(default_factory=RewardServices)
 
     async def __aexit__(self, *_: object) -> None:
-        return None
+        await self.services.close()
 
     async def score(self, reward: Reward, inputs: Sequence[RewardInput]) -> list[RewardResult]:
         turn_ends = time.monotonic() + TURN_S
         calls = {}
         for leaf in leaves(reward):
+            if isinstance(leaf, ServiceReward):
+                calls[leaf.name] = per_completion(leaf, await self.services.score(leaf, inputs), len(inputs))
+                continue
             if leaf not in self._warm:
                 leaf.warm_up()
                 self._warm.append(leaf)

@@ -66,7 +66,10 @@ class EnvReport(msgspec.Struct, frozen=True, kw_only=True):
     total: GroupCounts  # since the process began
     recent: GroupCounts  # of the last RECENT_GROUPS
     rollouts: int  # finished
-    unscored_rollouts: dict[str, int]  # of them, by outcome: timed_out, raised, out_of_memory, worker_died, too_short
+    unscored_rollouts: dict[
+        str, int
+    ]  # of them, by outcome: timed_out, raised, out_of_memory, worker_died, judge_failed, too_short
+    reward_metrics: dict[str, float]  # totals of what rewards report: {"judge/requests": 40}
     asked_again: int  # groups that failed as a whole (engine error, timeout) and were retried
     in_flight: int  # groups that are being sampled or scored
     undelivered: int  # groups on disk that the hub has not accepted yet
@@ -80,6 +83,7 @@ class EnvReport(msgspec.Struct, frozen=True, kw_only=True):
         """The form in which the watchdog sends it to the hub; the watchdog adds the waits."""
         dropped = {f"dropped_{reason}": float(count) for reason, count in self.total.dropped.items()}
         unscored = {f"rollouts_{outcome}": float(count) for outcome, count in self.unscored_rollouts.items()}
+        of_rewards = {name.replace("/", "_"): value for name, value in self.reward_metrics.items()}
         return ProcessFacts(
             state=(self.pace or f"{_groups(self.in_flight)} in flight") if self.in_flight else "",
             env_id=self.env_id,
@@ -98,6 +102,7 @@ class EnvReport(msgspec.Struct, frozen=True, kw_only=True):
                 "rollouts": float(self.rollouts),
                 **dropped,
                 **unscored,
+                **of_rewards,
             },
         )
 
@@ -126,6 +131,7 @@ class EnvMonitor:
         self._recent: deque[GroupOutcome] = deque(maxlen=RECENT_GROUPS)
         self._num_rollouts = 0
         self._unscored: Counter[str] = Counter()
+        self._reward_metrics: dict[str, float] = {}
         self._num_in_flight = 0
 
     @contextmanager
@@ -147,6 +153,9 @@ class EnvMonitor:
             self._recent.append(ending)
             self._num_rollouts += len(rollouts)
             self._unscored.update(rollout.score.outcome for rollout in rollouts if rollout.score.reward is None)
+            for rollout in rollouts:
+                for name, value in rollout.score.metrics.items():
+                    self._reward_metrics[name] = self._reward_metrics.get(name, 0.0) + value
         if dropped_for is None:
             self.tracking.add(rollouts, may_log=self._evaluation is None)
 
@@ -179,12 +188,14 @@ class EnvMonitor:
     def report(self) -> EnvReport:
         with self._lock:
             recent, unscored = count_groups(Counter(self._recent)), dict(self._unscored)
+            reward_metrics = dict(self._reward_metrics)
         problem, fix = diagnose(recent, self._env_name)
         return EnvReport(
             total=self.total,
             recent=recent,
             rollouts=self._num_rollouts,
             unscored_rollouts=unscored,
+            reward_metrics=reward_metrics,
             asked_again=self.num_retries,
             in_flight=self._num_in_flight,
             undelivered=self.num_undelivered,

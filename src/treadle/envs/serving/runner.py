@@ -70,6 +70,8 @@ async def run(context: EnvContext, hub: HubClient, monitor: EnvMonitor | None = 
     if registered.env_id is None:
         raise HubError("the hub registered this environment and gave it no id", fix="see whether it is really a hub")
     monitor.env_id = registered.env_id
+    folder = config.state_dir / quote(context.name, safe="")
+    context.judge.keep_state_in(folder / f"judge-{quote(registered.run_id, safe='')[:8]}")
     if config.num_environments > 1:
         await _wait_for_others(hub, registered.env_id, config)
     assignment = make_assignment(config, registered, info, (await hub.standing(registered.env_id)).share)

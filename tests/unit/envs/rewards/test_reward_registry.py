@@ -22,7 +22,12 @@ from treadle.envs.rewards import (
 from treadle.envs.rewards.registry import BUILT_IN
 from treadle.errors import ConfigError
 
-SETTINGS = {"regex": {"pattern": "x"}, "combined": {"rewards": ["length"]}}
+SETTINGS = {
+    "regex": {"pattern": "x"},
+    "combined": {"rewards": ["length"]},
+    "judge": {"url": "http://127.0.0.1:1", "model": "m"},
+    "reward_model": {"model": "m"},
+}
 
 
 def test_every_name_gives_its_class_in_a_fresh_interpreter_without_torch():
