@@ -21,6 +21,7 @@ from treadle.net.address import is_loopback, shown_url
 from treadle.net.client import OK, BlockingHttpClient, Failure, HttpAnswer, NoAnswer, Retries, RetryPolicy
 from treadle.train.ranks import Ranks
 from treadle.train.stop import StopRequested
+from treadle.train.teacher import Teacher
 from treadle.watch.waits import Wait, Waits, WaitSpec
 from treadle.wire.groups import BINARY_TYPE, LeasedBatch, pack_batch, unpack_answer, unpack_batch
 from treadle.wire.hub import LeaseRequest, LeaseUpdate, RegisterTrainer
@@ -51,8 +52,11 @@ class HubFeed:
         check_stop: Callable[[], None],
         waits: Waits,
         *,
+        teacher: Teacher | None = None,
         answer_s: float = ANSWER_S,
     ) -> None:
+        """`teacher`: scores every batch, from the moment it is leased."""
+        self._teacher = teacher
         self._url = shown_url(url)
         self._look_at_hub = f"see its log, or ask: treadle doctor --hub {self._url}"
         self._waits = waits
@@ -66,8 +70,11 @@ class HubFeed:
         self._post("/register", registration)
 
     def lease(self, step: int) -> LeasedBatch:
-        """Wait for the batch of `step`."""
-        return self._ahead.pop(step, None) or self._lease(step)
+        """Wait for the batch of `step`, and for the teacher to score it."""
+        batch = self._ahead.pop(step, None) or self._lease(step)
+        if self._teacher is not None:
+            self._teacher.finish(batch, self._check_stop)
+        return batch
 
     def lease_ahead(self, step: int) -> None:
         """Wait for all batches up to `step`, in order, and keep them for `lease`."""
@@ -85,6 +92,8 @@ class HubFeed:
             if batch is not None:
                 self._newest = step
                 self._leases.hold(batch)
+                if self._teacher is not None:
+                    self._teacher.start(batch)
                 return batch
             log.info("waiting_for_batch", step=step, reason=reason)
 

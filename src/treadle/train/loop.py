@@ -21,13 +21,14 @@ from treadle.track.files import HealthFile, RolloutTokens, TokenFiles
 from treadle.train.card_sharing import CardSharing
 from treadle.train.checkpoint import Checkpoints, Restored, Totals
 from treadle.train.health import HealthCheck
-from treadle.train.loss import LossStats, LossTokens, policy_loss
+from treadle.train.loss import LossStats, LossTokens, distilled_advantages, policy_loss
 from treadle.train.optimizer import Optimizer, derive_seed
 from treadle.train.pack import Micro, PackedBatch, pack
 from treadle.train.policy import Policy
 from treadle.train.publishing import Publish, publish_with_ranks
 from treadle.train.reference import Reference
 from treadle.train.stop import StopRequested
+from treadle.train.teacher import Teacher
 from treadle.wire.groups import LeasedBatch, fingerprint
 
 log = get_logger("trainer")
@@ -64,7 +65,13 @@ class FrozenLogprobs:
             advantages_L=tokens.advantages_L.to(policy.device),
             weights_L=tokens.weights_L.to(policy.device),
             sequences_L=tokens.sequences_L.to(policy.device),
+            teacher_logprobs_L=_moved(tokens.teacher_logprobs_L, policy.device),
+            teacher_coefs_L=_moved(tokens.teacher_coefs_L, policy.device),
         )
+
+
+def _moved(values_L: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if values_L is None else values_L.to(device)
 
 
 def accumulate_gradients(
@@ -132,6 +139,7 @@ def train(
     health_file: HealthFile | None = None,
     check_stop: Callable[[], None] = lambda: None,
     card: CardSharing | None = None,
+    teacher: Teacher | None = None,
 ) -> None:
     """Train from `restored` to `config.steps`. `publish` brings a version of the weights to the engine.
 
@@ -178,6 +186,7 @@ def train(
                 **outcome.metrics(),
                 **({} if batch.micros else {"grad_norm": math.nan}),  # nothing was forwarded
                 **receipt.metrics(),
+                **({} if teacher is None else teacher.metrics()),  # the feed asks it
                 **throughput.metrics(batch, clock, epochs=epoch + 1),
             }
             step += 1
@@ -248,10 +257,10 @@ class RecentTokenRecord:
 
 
 def _tokens_of(micro: Micro, logprobs_L: Tensor, names: dict[int, int]) -> Iterator[RolloutTokens]:
-    tokens = micro.loss_tokens
+    tokens, own_L = micro.loss_tokens, logprobs_L.float().cpu()
     differences_L, advantages_L = (
         values_L.numpy().clip(-LARGEST_FLOAT16, LARGEST_FLOAT16).astype("<f2")
-        for values_L in (logprobs_L.float().cpu() - tokens.rollout_logprobs_L, tokens.advantages_L)
+        for values_L in (own_L - tokens.rollout_logprobs_L, distilled_advantages(tokens, own_L))
     )
     positions_L = (micro.positions_T[micro.source_L] + 1).numpy()
     ends_S = np.bincount(tokens.sequences_L.numpy(), minlength=tokens.num_sequences).cumsum().tolist()

@@ -32,6 +32,7 @@ from treadle.train.optimizers import build_optimizer
 from treadle.train.policy import build_policy, compile_ahead
 from treadle.train.ranks import Ranks, join_ranks
 from treadle.train.stop import StopRequested, StopSwitch
+from treadle.train.teacher import open_teacher
 from treadle.watch.waits import Waits, WaitSpec
 from treadle.watch.watchdog import ProcessFacts, Watchdog
 from treadle.wire.bridge import ReloadWeights, Updated
@@ -177,6 +178,7 @@ def _train(
     if ranks.size == 1:  # sharded layers are compiled differently
         _compile_while_engine_loads(config, progress)
     engine = mode.attach()
+    teacher = open_teacher(config, ranks, engine.folder, waits)
     if ranks.leads and engine.layout is not None and not config.mode.adapters:
         engine = _with_untrained_weights(engine, engine.layout, mode, config)
     # The sync mode decides where the live weights are; rank 0 alone publishes them.
@@ -199,7 +201,7 @@ def _train(
         tracker.truncate_after(restored.step)
         health_file.truncate_after(restored.step)
     tokens = RecentTokenRecord(config.metrics_path.parent / TOKENS_FOLDER, ranks.rank)
-    feed = open_feed(ranks, stop.check, lambda check: HubFeed(config.hub_url, check, waits))
+    feed = open_feed(ranks, stop.check, lambda check: HubFeed(config.hub_url, check, waits, teacher=teacher))
     policy.computing = stop.computing
     stop.install()  # before this, a signal simply ends the process
     registration = _registration(config, restored.step, policy.vocab_size)
@@ -211,7 +213,7 @@ def _train(
         train(
             config, policy, optimizer, feed, mode.publish, checkpoints, tracker,
             reference=reference, restored=restored, tokens=tokens, health_file=health_file, check_stop=progress.check,
-            card=share_card(config, engine.layout, policy.device) if ranks.leads else None,
+            card=share_card(config, engine.layout, policy.device) if ranks.leads else None, teacher=teacher,
         )  # fmt: skip
         if is_done:
             feed.register(registration)  # after the publish: environments now evaluate the weights
