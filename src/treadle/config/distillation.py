@@ -21,7 +21,7 @@ HttpUrl = Annotated[str, AfterValidator(_check_url)]
 
 
 class DistillationOptions(Section):
-    """What the policy learns from: scores, a teacher's logprobs of its tokens, or both."""
+    """What the policy learns from: scores, a teacher, or both."""
 
     reward_coef: Coefficient = option(1.0, "weight of the advantages from scores; 0: learn from the teacher alone")
     distill_coef: Coefficient = option(
@@ -51,7 +51,9 @@ class DistillationOptions(Section):
     @model_validator(mode="after")
     def _something_is_learned(self) -> DistillationOptions:
         if self.teacher_url and not self.distill_coef:
-            raise ValueError("distill_coef is 0, so the teacher of teacher_url is of no use: leave one of the two out")
+            raise ValueError(
+                "distill_coef is 0, so the teacher of teacher_url is of no use: set it to 1, or leave both out"
+            )
         if not self.reward_coef and not self.distill_coef:
             raise ValueError(
                 "reward_coef and distill_coef are 0, so nothing is learned: set distill_coef, or leave reward_coef out"

@@ -34,7 +34,7 @@ from treadle.watch.waits import Waits
 from treadle.wire.groups import LeasedBatch, ScoredGroup
 
 SETTINGS = {
-    "lr": 3e-3, "warmup_steps": 0, "schedule": "constant", "dtype": "float32", "device": "cpu", "seq_len": 64,
+    "lr": 1e-2, "warmup_steps": 0, "schedule": "constant", "dtype": "float32", "device": "cpu", "seq_len": 64,
     "compile": "off", "steps": 99,
 }  # fmt: skip
 
@@ -54,12 +54,17 @@ def served(folder, port=0, **settings):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """(student, teacher): other weights, the same tokenizer."""
+    """(student, teacher): other weights, the same tokenizer. The teacher prefers some tokens clearly."""
     root = tmp_path_factory.mktemp("models")
-    return tuple(
+    student, teacher = (
         write_tiny_model(root / name, seed=seed, hidden_size=32, num_layers=1)
         for name, seed in (("student", 0), ("teacher", 7))
     )
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(5.0)  # also those of the output
+    model.save_pretrained(teacher)
+    return student, teacher
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +171,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(folders, teacher_url, tmp_p
     vocabulary = content["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (other / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match="has another tokenizer than the policy: of a text of"):
+    with pytest.raises(ConfigError, match=r"has another tokenizer than the policy: .* \"The answer is"):
         teacher_at(teacher_url).connect(other)
 
 
@@ -252,9 +257,8 @@ class Student:
         self._draw = torch.Generator().manual_seed(0)
 
     @torch.no_grad()
-    def sample(self, num_rollouts=32, num_tokens=8):
-        self._model.load_state_dict(self.policy.live, strict=False)
-        self._model.tie_weights()
+    def sample(self, num_rollouts=32, num_tokens=6):
+        self._model.load_state_dict(self.policy.weights, strict=False)  # without the tied output
         tokens = torch.tensor([[5, 6, 7]] * num_rollouts)
         for _ in range(num_tokens):
             probabilities = self._model(tokens).logits[:, -1].softmax(-1)
@@ -272,13 +276,14 @@ class Student:
         for step in range(num_steps):
             found.append(self.gradients(step)["distill/reverse_kl"])
             self.optimizer.step(step + 1, loss_is_finite=True)
+            self.policy.write_live_weights()
         return found
 
 
 def test_a_student_moves_to_its_teacher_without_any_reward(folders, teacher_url):
     student = Student(folders[0], teacher_url, reward_coef=0.0)
-    found = student.train(40)
-    assert sum(found[-5:]) / 5 < 0.5 * found[0]
+    found = student.train(24)
+    assert sum(found[-4:]) < 0.5 * sum(found[:4]), found
 
 
 def test_a_teacher_that_is_the_student_changes_nothing(folders):
