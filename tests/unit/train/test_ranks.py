@@ -39,6 +39,7 @@ KINDS = ("alive", "some dead")
 QUICK_VARIANTS: dict[str, dict[str, Any]] = {
     "reference": {"kl_coef": 0.1, "kl_against": "reference", "epochs": 2},
     "adapters": {"lora": True, "lora_dropout": 0.1, "kl_coef": 0.1, "kl_against": "reference"},
+    "teacher": {"distill_coef": 0.5, "reward_coef": 0.0, "epochs": 2},
     "zero2": {"shard": "zero2", "gradient_checkpointing": True},
     "one layer": {"train_layer_indices": "1", "objective": "gspo"},
     "context": {"context_parallel": 2, "epochs": 2, "share_prompts": "on"},
@@ -248,8 +249,10 @@ def test_losses_and_gradients_of_several_ranks_are_those_of_one(results, num_ran
         pytest.skip("the ranks cannot be divided like this")
     alone, together = results[1] / (name if name in VARIANTS else "grpo"), results[num_ranks] / name
     for got, wanted in zip(rows(together), rows(alone), strict=True):
-        assert {key: got[key] for key in NOT_OF_TIME} == pytest.approx(
-            {key: wanted[key] for key in NOT_OF_TIME}, rel=1e-5, abs=1e-7, nan_ok=True
+        keys = [*NOT_OF_TIME, *(key for key in wanted if key.startswith("distill/"))]
+        assert ("distill/reverse_kl" in keys) == (name == "teacher")
+        assert {key: got[key] for key in keys} == pytest.approx(
+            {key: wanted[key] for key in keys}, rel=1e-5, abs=1e-7, nan_ok=True
         )
     gradients = load_file(together / "gradients-0.safetensors")
     for parameter, wanted in load_file(alone / "gradients-0.safetensors").items():

@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import contextmanager
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,12 +18,14 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from transformers import AutoModelForCausalLM
 
+from tests.hub_process import HubProcess
 from tests.served_app import listening
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig, TrainConfig
 from treadle.engines.api import create_app, engine_access
 from treadle.engines.transformers_engine import TransformersEngine
 from treadle.errors import ConfigError, EngineError
+from treadle.train.feed import HubFeed
 from treadle.train.loop import FrozenLogprobs, accumulate_gradients
 from treadle.train.optimizers import build_optimizer
 from treadle.train.pack import pack
@@ -32,6 +35,7 @@ from treadle.train.stop import StopRequested
 from treadle.train.teacher import Teacher
 from treadle.watch.waits import Waits
 from treadle.wire.groups import LeasedBatch, ScoredGroup
+from treadle.wire.hub import RegisterTrainer
 
 SETTINGS = {
     "lr": 1e-2, "warmup_steps": 0, "schedule": "constant", "dtype": "float32", "device": "cpu", "seq_len": 64,
@@ -240,6 +244,37 @@ def test_a_stop_is_obeyed_while_the_teacher_is_away(folders):
 
     with pytest.raises(StopRequested):
         teacher.finish(batch, stop)
+
+
+def test_a_batch_that_the_teacher_cannot_score_stays_at_the_hub(folders, tmp_path):
+    """The trainer ends with an error; the next one gets the same batches, with the second scored ahead."""
+    with served(folders[1]) as url:
+        teacher = connected(url, folders[0], teacher_timeout_s=0.5)
+    with HubProcess(tmp_path) as process, process.client() as client:
+        hub = str(client.base_url)
+        feed = HubFeed(hub, lambda: None, Waits(), teacher=teacher)
+        registration = RegisterTrainer(
+            wandb_group="", wandb_project="", batch_size=2, max_token_len=64, checkpoint_dir="",
+            save_checkpoint_interval=5, starting_step=0, num_steps=5, vocab_size=80,
+        )  # fmt: skip
+        feed.register(registration)
+        for token in (10, 20):
+            body = msgspec.to_builtins(group([[token, 11], [12, token]], scores=[1.0, 1.0]))
+            assert client.post("/scored_data", json=body).status_code == 200
+        with pytest.raises(EngineError, match="did not answer for") as error:
+            feed.lease(1)
+        feed.give_back(str(error.value), counts=False)
+        with served(folders[1], int(url.rpartition(":")[2])):
+            feed = HubFeed(hub, lambda: None, Waits(), teacher=connected(url, folders[0]))
+            feed.register(registration)
+            feed.lease_ahead(2)
+            for step, token in ((1, 10), (2, 20)):
+                batch = feed.lease(step)
+                assert batch.groups[0].tokens[0][3] == token
+                assert not np.isnan([known(batch.groups[0], i)[3:] for i in range(2)]).any()
+                feed.ack(batch)
+        assert client.get("/status").json()["current_step"] == 2
+        process.stop()
 
 
 # ---- what the policy learns
