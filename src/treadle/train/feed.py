@@ -30,6 +30,7 @@ log = get_logger("feed")
 
 HOLDER = "trainer"
 POLL_S = 2.0  # a lease request waits this long at the hub: short enough to notice a stop
+LOOK_AHEAD_EVERY_S = 1.0
 RENEWALS_PER_LEASE = 4  # some may fail
 CONFLICT = 409
 PATIENCE_S = 120.0  # then an unreachable hub is an error
@@ -64,6 +65,7 @@ class HubFeed:
         self._check_stop = check_stop
         self._ahead: dict[int, LeasedBatch] = {}
         self._newest = 0  # the last step whose batch was leased
+        self._next_look_s = 0.0
         self._leases = _Leases(_client(url, answer_s))
 
     def register(self, registration: RegisterTrainer) -> None:
@@ -81,6 +83,28 @@ class HubFeed:
         for wanted in range(self._newest + 1, step + 1):
             self._ahead[wanted] = self._lease(wanted)
 
+    def look_ahead(self, step: int) -> None:
+        """With a teacher: lease the next batch if it is there, so that the teacher scores it during this step. Does not
+        wait; called often."""
+        now_s = time.monotonic()
+        if self._teacher is None or step != self._newest + 1 or now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + LOOK_AHEAD_EVERY_S
+        request = msgspec.json.encode(LeaseRequest(step=step, holder=HOLDER, wait_s=0.0))
+        outcome = self._try("/v1/lease", request, {"Accept": BINARY_TYPE})
+        if isinstance(outcome, Failure) or outcome.status != OK:  # `lease` asks again, and reports it
+            self._next_look_s = now_s + PATIENCE_S
+        elif (batch := unpack_answer(outcome.content).batch) is not None:
+            self._ahead[step] = self._take(batch)
+
+    def _take(self, batch: LeasedBatch) -> LeasedBatch:
+        """Hold a batch that was leased, and let the teacher begin."""
+        self._newest = batch.step
+        self._leases.hold(batch)
+        if self._teacher is not None:
+            self._teacher.start(batch)
+        return batch
+
     def _lease(self, step: int) -> LeasedBatch:
         """Log why there is no batch yet."""
         reason = ""
@@ -90,11 +114,7 @@ class HubFeed:
             with self._waits.waiting(WaitSpec(what, of="env", deadline_s=BATCH_LATE_S)):
                 batch, reason = self._poll(step, reason)
             if batch is not None:
-                self._newest = step
-                self._leases.hold(batch)
-                if self._teacher is not None:
-                    self._teacher.start(batch)
-                return batch
+                return self._take(batch)
             log.info("waiting_for_batch", step=step, reason=reason)
 
     def _poll(self, step: int, reason: str) -> tuple[LeasedBatch | None, str]:
@@ -260,6 +280,10 @@ class SharedFeed:
     def lease_ahead(self, step: int) -> None:
         # All ranks take part: otherwise the others would time out in their next collective operation.
         self._share(lambda hub: hub.lease_ahead(step))
+
+    def look_ahead(self, step: int) -> None:
+        if self._hub is not None:
+            self._hub.look_ahead(step)
 
     def ack(self, batch: LeasedBatch) -> None:
         if self._hub is not None:

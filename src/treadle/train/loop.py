@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -121,6 +122,8 @@ class Feed(Protocol):
 
     def lease_ahead(self, step: int) -> None: ...
 
+    def look_ahead(self, step: int) -> None: ...
+
     def ack(self, batch: LeasedBatch) -> None: ...
 
 
@@ -163,9 +166,9 @@ def train(
                     policy.write_step()
                 # A stop is obeyed until the first update of the batch: after that, weights, optimizer and step must
                 # change together.
-                stop_here = check_stop if epoch == 0 else lambda: None
+                between_micros = partial(_between_micros, check_stop if epoch == 0 else None, feed, step + 2, config)
                 draw = step * config.epochs + epoch
-                stats = accumulate_gradients(policy, batch, config, frozen, stop_here, card, draw=draw)
+                stats = accumulate_gradients(policy, batch, config, frozen, between_micros, card, draw=draw)
                 losses = stats.metrics()
                 clock.lap("fwd_bwd_s")
                 if epoch == 0:
@@ -210,6 +213,13 @@ def train(
         raise
     if step == restored.step:  # the last checkpoint was of the last step
         checkpoints.save_final(policy, is_merged=config.merge_final)
+
+
+def _between_micros(check_stop: Callable[[], None] | None, feed: Feed, next_step: int, config: TrainConfig) -> None:
+    if check_stop is not None:
+        check_stop()
+    if next_step <= config.steps:
+        feed.look_ahead(next_step)
 
 
 def is_checkpoint_due(step: int, config: TrainConfig) -> bool:

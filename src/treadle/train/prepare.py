@@ -9,7 +9,7 @@ import numpy as np
 
 from treadle.config import TrainConfig
 from treadle.config.train import ObjectiveOptions
-from treadle.wire.groups import IGNORED, ScoredGroup, common_prefix
+from treadle.wire.groups import IGNORED, ScoredGroup, TaughtGroup, common_prefix
 
 TEMPERATURES = (1e-3, 1e3)  # outside of these, logits divided by the temperature overflow
 # No engine samples a token of probability 1e-11. Such a logprob, or a positive one, is wrong, and would let a single
@@ -133,13 +133,25 @@ def token_advantages(group: ScoredGroup, trained: Sequence[np.ndarray], config: 
 
 
 def teacher_logprobs(group: ScoredGroup, rollout: int, trained: np.ndarray) -> np.ndarray:
-    """The teacher's logprobs of the `trained` tokens, from the group's `distill_*` fields; NaN elsewhere, and where the
-    token is not among those that were sent for its position."""
+    """The teacher's logprobs of the `trained` tokens; NaN elsewhere, and where they are unknown."""
+    if is_without_advantage(group, rollout):
+        return np.full(len(trained), np.nan)
+    values = _sent_logprobs(group, rollout, trained)
+    if isinstance(group, TaughtGroup):
+        answered = np.array(group.teacher_logprobs[rollout], dtype=np.float64)
+        values = np.where(np.isnan(answered) | ~trained, values, answered)
+    low, high = LOGPROBS
+    return np.where(values > high, np.nan, values.clip(min=low))
+
+
+def _sent_logprobs(group: ScoredGroup, rollout: int, trained: np.ndarray) -> np.ndarray:
+    """Those that the environment sent: of each position, the entry with the position's own token."""
     values = np.full(len(trained), np.nan)
     ids, logprobs = group.distill_token_ids or [], group.distill_logprobs or []
-    if not (rollout < len(ids) and rollout < len(logprobs)) or is_without_advantage(group, rollout):
+    tokens = group.tokens[rollout]
+    if not (rollout < len(ids) and rollout < len(logprobs)):
         return values
-    tokens, ids_T, logprobs_T = group.tokens[rollout], ids[rollout], logprobs[rollout]
+    ids_T, logprobs_T = ids[rollout], logprobs[rollout]
     if not len(tokens) == len(ids_T) == len(logprobs_T):
         return values
     for t in np.flatnonzero(trained).tolist():
@@ -147,8 +159,7 @@ def teacher_logprobs(group: ScoredGroup, rollout: int, trained: np.ndarray) -> n
             if token == tokens[t]:
                 values[t] = logprob
                 break
-    low, high = LOGPROBS
-    return np.where(values > high, np.nan, values.clip(min=low))
+    return values
 
 
 def is_without_advantage(group: ScoredGroup, rollout: int) -> bool:

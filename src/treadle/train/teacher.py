@@ -1,7 +1,7 @@
 """Ask a teacher, served by an engine over HTTP, for its logprobs of the tokens that the policy sampled.
 
     batch is leased --start--> a request for each rollout, at most `teacher_requests` at once, in daemon threads
-    batch is trained <-finish-- the answers, as the `distill_*` fields of the groups
+    batch is trained <-finish-- the answers, in the groups
 
 A batch that is leased ahead is scored while the trainer finishes the step before it. Only rank 0 asks; the other ranks
 get the answers with the batch. POST /v1/completions with prompt_logprobs is used, which `treadle engine` (with
@@ -10,6 +10,7 @@ transformers and with vLLM) and vLLM's own server have.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ from treadle.tokenizer_file import encode, load_tokenizer
 from treadle.train.prepare import is_without_advantage, teacher_logprobs, was_cut_off
 from treadle.train.ranks import Ranks
 from treadle.watch.waits import Waits, WaitSpec
-from treadle.wire.groups import IGNORED, LeasedBatch, ScoredGroup
+from treadle.wire.groups import IGNORED, LeasedBatch, ScoredGroup, taught_group
 
 log = get_logger("teacher")
 T = TypeVar("T")
@@ -94,7 +95,7 @@ class _Scoring:
 
 
 class Teacher:
-    """`start(batch)` sends the requests, `finish(batch, ...)` waits for them and completes the groups."""
+    """`start(batch)` sends the requests, `finish(batch, ...)` waits for them and puts the answers into the groups."""
 
     def __init__(self, config: TrainConfig, waits: Waits) -> None:
         self.url = shown_url(config.teacher_url)
@@ -172,7 +173,7 @@ class Teacher:
         began_s = time.monotonic()
         scoring = self._scorings.pop(batch.step)
         what = f"the teacher at {self.url} to score the batch of step {batch.step}"
-        spec = WaitSpec(what, fix=LOOK_AT_TEACHER, deadline_s=self._config.teacher_timeout_s / 2)
+        spec = WaitSpec(what, of="teacher", deadline_s=self._config.teacher_timeout_s / 2)
         with self._waits.waiting(spec) as waiting:
             pending = set(scoring.answers.values())
             while pending:
@@ -180,10 +181,17 @@ class Teacher:
                 done, pending = wait(pending, POLL_S, FIRST_EXCEPTION)
                 for answer in done:
                     answer.result()
-                waiting.problem = self._problem
-        for (g, i), answer in scoring.answers.items():
-            if (logprobs := answer.result()) is not None:
-                _complete(batch.groups[g], i, logprobs)
+                waiting.problem, waiting.fix = self._problem, LOOK_AT_TEACHER if self._problem else ""
+        found = {place: logprobs for place, answer in scoring.answers.items() if (logprobs := answer.result())}
+        if scoring.answers and not found:
+            raise EngineError(
+                f"the teacher at {self.url} refused all {len(scoring.answers)} rollouts of step {batch.step}",
+                fix="the trainer's log has its reasons (rollout_not_scored)",
+            )
+        for g in {g for g, _ in found}:
+            group = batch.groups[g]
+            answers = [found.get((g, i), []) for i in range(group.size)]
+            batch.groups[g] = taught_group(group, list(map(_padded, group.tokens, answers)))
         self._metrics = {
             "distill/teacher_s": scoring.ended_s - scoring.started_s,
             "distill/teacher_wait_s": time.monotonic() - began_s,
@@ -292,13 +300,6 @@ def open_teacher(config: TrainConfig, ranks: Ranks, folder: Path, waits: Waits) 
     return ranks.lead("connecting to the teacher", connect)
 
 
-def _complete(group: ScoredGroup, rollout: int, logprobs: Sequence[float]) -> None:
-    """Set the fields of one rollout; `logprobs` are those of its second and the following tokens."""
-    if group.distill_token_ids is None or len(group.distill_token_ids) != group.size:
-        group.distill_token_ids = [[] for _ in group.tokens]
-    if group.distill_logprobs is None or len(group.distill_logprobs) != group.size:
-        group.distill_logprobs = [[] for _ in group.tokens]
-    tokens = group.tokens[rollout]
-    num_after = len(tokens) - 1 - len(logprobs)  # not read by the teacher, because they are not trained
-    group.distill_token_ids[rollout] = [[], *([t] for t in tokens[1 : len(logprobs) + 1]), *([[]] * num_after)]
-    group.distill_logprobs[rollout] = [[], *([value] for value in logprobs), *([[]] * num_after)]
+def _padded(tokens: Sequence[int], logprobs: Sequence[float]) -> list[float]:
+    """`logprobs` are those of the second and the following tokens; the last tokens may not have been sent."""
+    return [math.nan, *logprobs, *[math.nan] * (len(tokens) - 1 - len(logprobs))][: len(tokens)]

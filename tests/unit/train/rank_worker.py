@@ -93,6 +93,9 @@ class ListFeed:
     def lease_ahead(self, step):
         self.check()
 
+    def look_ahead(self, step):
+        pass
+
     def ack(self, batch):
         self.acknowledged.append(batch.step)
 

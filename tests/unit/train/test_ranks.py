@@ -28,7 +28,7 @@ from treadle.config.train import OBJECTIVES
 from treadle.errors import ConfigError
 from treadle.support import fast_dtype
 from treadle.train.ranks import ALONE, balance, choose_rank_device, join_ranks
-from treadle.wire.groups import LeasedBatch, pack_batch, unpack_batch
+from treadle.wire.groups import LeasedBatch, pack_batch, taught_group, unpack_batch
 
 ROOT = Path(__file__).parents[3]
 STEPS = 3
@@ -454,3 +454,8 @@ def test_a_batch_is_sent_unchanged():
     groups[1].generation_params = {"temperature": 0.7}
     batch = LeasedBatch(step=4, token="t", lease_s=2.5, groups=groups)
     assert unpack_batch(pack_batch(batch)) == batch
+    values = [[math.nan, *[-0.5] * (len(t) - 1)] for t in groups[2].tokens]
+    batch.groups[2] = taught_group(groups[2], values)
+    got = unpack_batch(pack_batch(batch)).groups[2]
+    assert str(got.teacher_logprobs) == str(values)  # a NaN equals nothing
+    assert got.weight == groups[2].weight

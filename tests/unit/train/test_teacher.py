@@ -146,7 +146,7 @@ def test_only_rollouts_without_a_teachers_logprobs_are_asked_for(teacher):
     sent.distill_logprobs = [[[], [], [], [-9.0, -0.25], [-0.5]], [[], [], [], [-0.1], [-0.2]]]
     untrained = group([[10, 11]])
     untrained.overrides = [{"set_advantage_to_zero": True}]
-    scored(teacher, sent, untrained)
+    sent, _ = scored(teacher, sent, untrained)
     assert known(sent, 0)[3:].tolist() == [-0.25, -0.5]  # as the environment sent them
     assert not np.isnan(known(sent, 1)[3:]).any()
     assert teacher.metrics()["distill/teacher_tokens"] == 5  # of one rollout
@@ -155,7 +155,7 @@ def test_only_rollouts_without_a_teachers_logprobs_are_asked_for(teacher):
 def test_tokens_after_the_last_trained_one_are_not_sent(folders, teacher):
     made = group([[10, 11, 12]])
     made.masks[0][-1] = -100
-    scored(teacher, made)
+    (made,) = scored(teacher, made)
     assert teacher.metrics()["distill/teacher_tokens"] == 5
     assert known(made, 0)[3:5] == pytest.approx(plain_logprobs(folders[1], made.tokens[0])[2:4], abs=1e-4)
 
@@ -164,6 +164,11 @@ def test_a_rollout_that_the_teacher_refuses_is_trained_without_it(teacher):
     odd, plain = scored(teacher, group([[5000, 11]]), group([[10, 11]]))
     assert np.isnan(known(odd, 0)).all()
     assert not np.isnan(known(plain, 0)[3:]).any()
+
+
+def test_a_teacher_that_refuses_a_whole_batch_ends_the_trainer(teacher):
+    with pytest.raises(EngineError, match="refused all 2 rollouts of step 1"):
+        scored(teacher, group([[5000, 11], [11, 5000, 12]]))
 
 
 # ---- refused at the start
@@ -267,9 +272,11 @@ def test_a_batch_that_the_teacher_cannot_score_stays_at_the_hub(folders, tmp_pat
         with served(folders[1], int(url.rpartition(":")[2])):
             feed = HubFeed(hub, lambda: None, Waits(), teacher=connected(url, folders[0]))
             feed.register(registration)
-            feed.lease_ahead(2)
             for step, token in ((1, 10), (2, 20)):
                 batch = feed.lease(step)
+                feed.look_ahead(step + 1)
+                is_held = client.post("/v1/lease", json={"step": step + 1, "holder": "another"}).status_code == 409
+                assert is_held == (step == 1)  # there is no third one
                 assert batch.groups[0].tokens[0][3] == token
                 assert not np.isnan([known(batch.groups[0], i)[3:] for i in range(2)]).any()
                 feed.ack(batch)
