@@ -12,10 +12,11 @@ import uvicorn
 
 
 @contextlib.contextmanager
-def listening(app: Any) -> Iterator[str]:
+def listening(app: Any, port: int = 0) -> Iterator[str]:
     """Yields the URL."""
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
         listener.listen()  # requests wait in the backlog until the server has started
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)

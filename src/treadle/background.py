@@ -28,18 +28,18 @@ def in_background(name: str, work: Callable[[], T]) -> Future[T]:
 
 
 class BackgroundWorker:
-    """One daemon thread for recurring work, in order. Starting a thread costs about a millisecond in a busy process,
-    handing work to a waiting thread does not."""
+    """One daemon thread, or `num_threads`, for recurring work; one thread takes it in order. Starting a thread costs
+    about a millisecond in a busy process, handing work to a waiting thread does not."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, num_threads: int = 1) -> None:
         self._name = name
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
-        self._is_running = False
+        self._num_to_start = num_threads
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        if not self._is_running:
+        if self._num_to_start:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
-            self._is_running = True
+            self._num_to_start -= 1
         future = Future[T]()
         future.set_running_or_notify_cancel()
         self._work.put((future, work))

@@ -228,6 +228,20 @@ def test_prompt_logprobs_equal_a_plain_forward(api):
         )
 
 
+def test_completions_give_logprobs_of_the_prompt_in_vllms_form(api):
+    wanted = api.generate(prompt_logprobs=0, temperature=0.0, max_tokens=1)["prompt_logprobs"]
+    body = {"prompt": [PROMPT, PROMPT[:2]], "n": 2, "max_tokens": 1, "prompt_logprobs": 0}
+    choices = api.post("/v1/completions", **body).json()["choices"]
+    assert [len(choice["prompt_logprobs"]) for choice in choices] == [5, 5, 2, 2]
+    for choice in choices:
+        assert choice["prompt_logprobs"][0] is None
+        for entry, own in zip(choice["prompt_logprobs"][1:], wanted[1:], strict=False):
+            assert {token: found["logprob"] for token, found in entry.items()} == pytest.approx(own, abs=api.tolerance)
+    assert "prompt_logprobs" not in api.post("/v1/completions", prompt=PROMPT, max_tokens=1).json()["choices"][0]
+    refused = api.post("/v1/completions", **{**body, "n": 1, "stream": True})
+    assert (refused.status_code, "prompt_logprobs" in refused.text) == (400, True)
+
+
 def test_streamed_deltas_add_up_to_the_full_response_in_the_last_line(api):
     *lines, last = api.stream(n=2, seed=5, max_tokens=10, logprobs=0)
     assert last["token_ids"] == api.generate(n=2, seed=5, max_tokens=10)["token_ids"]

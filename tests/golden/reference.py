@@ -8,7 +8,7 @@ first epoch, CISPO's weights) is computed from them and does not move with the d
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import exp, log
+from math import exp, log, nan
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ class Token:
     rollout: float | None  # the engine's logprob, where one was sent
     old: float | None  # the trainer's own before the first update; None in the first epoch
     reference: float
+    teacher: float | None = None  # where its logprob is known
+    distill_coef: float = 0.0
 
 
 Sequences = list[list[Token]]
@@ -47,6 +49,13 @@ def own_logprob(token: Token, frozen: float) -> float:
 
 def sampled_logprob(token: Token, frozen: float) -> float:
     return own_logprob(token, frozen) if token.rollout is None else token.rollout
+
+
+def total_advantage(token: Token, frozen: float) -> float:
+    """The score's, minus the reverse KL to the teacher."""
+    if token.teacher is None:
+        return token.advantage
+    return token.advantage - token.distill_coef * (own_logprob(token, frozen) - token.teacher)
 
 
 def mismatch(token: Token, frozen: float) -> float:
@@ -117,10 +126,11 @@ def losses(logprobs: Rows, frozen: Rows, sequences: Sequences, options: Any, con
                 policy_terms[-1].append(0.0)
                 kl_terms[-1].append(0.0)
                 continue
+            advantage = total_advantage(token, frozen_row[t])
             if options.surrogate == "cispo":
-                term = -min(fixed[t], 1 + options.clip_high) * token.advantage * row[t]
+                term = -min(fixed[t], 1 + options.clip_high) * advantage * row[t]
             else:
-                term = -gain(moving[t], token.advantage, options)
+                term = -gain(moving[t], advantage, options)
             if options.importance_cap is not None:
                 term *= min(mismatch(token, frozen_row[t]), options.importance_cap)
             policy_terms[-1].append(term)
@@ -157,21 +167,24 @@ def metrics(logprobs: Rows, entropies: Rows, sequences: Sequences, options: Any,
     weights = [mismatch(token, at) for at, token in known]
     own = [own_logprob(token, at) for at, token in known]
     sampled = [sampled_logprob(token, at) for at, token in known]
+    advantage = [total_advantage(token, at) for at, token in pairs]
+    taught = [own_logprob(token, at) - token.teacher for at, token in pairs if token.teacher is not None]
+    distilled = {"distill/reverse_kl": mean(taught, nan), "distill/taught_frac": len(taught) / len(tokens)}
     low = high = 0
-    for r, token in zip(ratio, tokens, strict=True):
+    for r, a in zip(ratio, advantage, strict=True):
         if options.surrogate == "cispo":
             high += r > 1 + options.clip_high
-        elif token.advantage < 0:
+        elif a < 0:
             low += r < 1 - options.clip_low
             high += options.dual_clip is not None and r > options.dual_clip
-        elif token.advantage > 0:
+        elif a > 0:
             high += r > 1 + options.clip_high
     least, most = 0.5, 2.0 if options.importance_cap is None else options.importance_cap
     if options.importance_mask is not None:
         least, most = options.importance_mask
     total, policy = losses(logprobs, logprobs, sequences, options, constant)
-    positive = [logprob for logprob, token in pairs if token.advantage > 0]
-    negative = [logprob for logprob, token in pairs if token.advantage < 0]
+    positive = [logprob for logprob, a in zip(flat, advantage, strict=True) if a > 0]
+    negative = [logprob for logprob, a in zip(flat, advantage, strict=True) if a < 0]
     squares = [w * w for w in weights]
     return {
         "loss": total,
@@ -202,4 +215,5 @@ def metrics(logprobs: Rows, entropies: Rows, sequences: Sequences, options: Any,
         "neg_logp": mean(negative),
         "pos_count": len(positive),
         "neg_count": len(negative),
+        **(distilled if any(token.distill_coef for token in tokens) else {}),
     }

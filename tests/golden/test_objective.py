@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -33,7 +35,7 @@ VARIANTS = {
 class Case:
     """Random sequences, some without the engine's logprobs; numbers that fp32 holds exactly."""
 
-    def __init__(self, seed: int, *, epoch: int, spread: float) -> None:
+    def __init__(self, seed: int, *, epoch: int, spread: float, distill_coef: float = 0.0) -> None:
         random = np.random.default_rng(seed)
 
         def near(value: float, scale: float) -> float:
@@ -54,6 +56,11 @@ class Case:
                 self.logprobs[-1].append(near(old, spread) if epoch > 1 else old)
                 self.entropies[-1].append(float(np.float32(random.exponential(1.0))))
                 token = Token(advantage, sampled if is_known else None, old if epoch > 1 else None, near(sampled, 0.3))
+                if distill_coef:
+                    has_teacher = random.random() < 0.8
+                    token = replace(
+                        token, teacher=near(sampled, 1.0) if has_teacher else None, distill_coef=distill_coef
+                    )
                 self.sequences[-1].append(token)
 
     def weights(self, aggregation: str) -> list[float]:
@@ -73,6 +80,10 @@ class Case:
         def row(values: list[float | None]) -> torch.Tensor:
             return torch.tensor([np.nan if value is None else value for value in values], dtype=dtype)
 
+        teacher = {}
+        if any(token.distill_coef for token in tokens):
+            teacher["teacher_logprobs_L"] = row([token.teacher for token in tokens])
+            teacher["teacher_coefs_L"] = row([token.distill_coef for token in tokens])
         logprobs_L = row([value for values in self.logprobs for value in values]).requires_grad_()
         loss, stats = policy_loss(
             logprobs_L,
@@ -85,6 +96,7 @@ class Case:
                 weights_L=row(self.weights(options.aggregation)),
                 sequences_L=torch.tensor([i for i, sequence in enumerate(self.sequences) for _ in sequence]),
                 num_sequences=len(self.sequences),
+                **teacher,
             ),
             options,
         )
@@ -96,10 +108,20 @@ class Case:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_loss_gradient_and_metrics_equal_the_reference(objective, variant, epoch):
-    options = ObjectiveOptions(objective=objective, **VARIANTS[variant])
+    compare(ObjectiveOptions(objective=objective, **VARIANTS[variant]), epoch=epoch)
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+@pytest.mark.parametrize("variant", ["as named", "strict", "k3 against reference"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_reverse_kl_to_a_teacher_equals_the_reference(objective, variant, epoch):
+    compare(ObjectiveOptions(objective=objective, **VARIANTS[variant]), epoch=epoch, distill_coef=0.75)
+
+
+def compare(options: ObjectiveOptions, *, epoch: int, distill_coef: float = 0.0) -> None:
     # the second is near the old policy; GSPO's bounds are a thousand times nearer to 1 than the others'
-    for seed, spread in enumerate((0.4, 4e-4 if objective == "gspo" else 0.1)):
-        case = Case(seed, epoch=epoch, spread=spread)
+    for seed, spread in enumerate((0.4, 4e-4 if options.objective == "gspo" else 0.1)):
+        case = Case(seed, epoch=epoch, spread=spread, distill_coef=distill_coef)
         loss, _ = reference.losses(case.logprobs, case.logprobs, case.sequences, options, CONSTANT)
         gradient = reference.gradient(case.logprobs, case.sequences, options, CONSTANT)
         metrics = reference.metrics(case.logprobs, case.entropies, case.sequences, options, CONSTANT)

@@ -42,7 +42,7 @@ def check_columns(pairs: tuple[str, ...]) -> tuple[str, ...]:
     return pairs
 
 
-MIN_GROUP_SIZE = 2  # a group of one teaches nothing
+MIN_GROUP_SIZE = 2  # a group of one teaches nothing, except with a teacher
 DEFAULT_MAX_AGE = 1  # sampling overlaps training; where both compute on the same cores, treadle run takes 0
 
 

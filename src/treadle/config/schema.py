@@ -304,7 +304,7 @@ class RunConfig(Section):
         self.check_mix()
         sequences = self.train.sequences_per_step
         for env, whose in self._named_envs():
-            if env.group_size < MIN_GROUP_SIZE:
+            if env.group_size < MIN_GROUP_SIZE and not self.train.distill_coef:
                 raise ConfigError(f"{whose}a group of one teaches nothing", fix="--env.group-size 8")
             if sequences % env.group_size:
                 raise ConfigError(

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from treadle.config.distillation import DistillationOptions
 from treadle.config.section import (
     HUB_TABLE,
     Count,
@@ -280,7 +281,14 @@ class TrackOptions(Section):
 
 
 class TrainConfig(
-    ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions, ShardOptions, SyncOptions, TrackOptions
+    ObjectiveOptions,
+    DistillationOptions,
+    OptimizerOptions,
+    LoraOptions,
+    SpeedOptions,
+    ShardOptions,
+    SyncOptions,
+    TrackOptions,
 ):
     """The trainer process."""
 

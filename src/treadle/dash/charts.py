@@ -130,6 +130,7 @@ def _chart(
     )
 
 
+DISTANCE_FROM_TEACHER = _chart("Distance from the teacher", {"distill/reverse_kl": "reverse KL"})
 CHARTS = (
     _chart(
         "Reward and held-out accuracy",
@@ -138,6 +139,7 @@ CHARTS = (
         has_held_out=True,
     ),
     _chart("KL", {"mean_kl": "from the sampling policy", "kl": "KL term of the loss"}),
+    DISTANCE_FROM_TEACHER,
     _chart("Ratio", {"mean_ratio": "mean ratio"}),
     _chart(
         "Clipped tokens",
@@ -203,13 +205,17 @@ CHARTS = (
 
 
 def charts_of(run: RunFolder | None) -> tuple[Chart, ...]:
-    """The charts of the page; with several environments also the held-out accuracy of each."""
+    """The charts of the page: those that the run has metrics for; with several environments also the held-out accuracy
+    of each."""
+    settings = run.config().get("train") if run is not None else None
+    has_teacher = isinstance(settings, dict) and bool(settings.get("distill_coef"))
+    charts = tuple(chart for chart in CHARTS if has_teacher or chart is not DISTANCE_FROM_TEACHER)
     envs = tuple(run.held_out_by_env()) if run is not None else ()
     if not envs:
-        return CHARTS
+        return charts
     note = "Held-out accuracy of each environment."
     by_env = Chart(title="Held-out accuracy by environment", names=(), labels=(), note=note, held_out_envs=envs)
-    return (CHARTS[0], by_env, *CHARTS[1:])
+    return (charts[0], by_env, *charts[1:])
 
 
 # ---- series of a run

@@ -187,6 +187,7 @@ def build_plan(
         "train.seq_len": longest,
         **({} if config.engine_url else engine_of_mode(config, run_folder, facts, explicit, layout)),
         **_of_environments(config, run_folder, explicit),
+        **_of_distillation(config),
         **_of_router(config, ports, hub_url, tokens),
         "train.seed": config.seed,
         "train.threads": max(1, threads // config.train.ranks),
@@ -274,6 +275,13 @@ def _of_environments(config: RunConfig, run_folder: Path, explicit: frozenset[st
             f"envs.{place}.min_batch_allocation": share,
         }
     return values
+
+
+def _of_distillation(config: RunConfig) -> dict[str, Any]:
+    """A teacher scores groups with equal scores too, so environments keep them."""
+    if not config.train.distill_coef:
+        return {}
+    return dict.fromkeys(config.keys_of_envs("ensure_scores_are_not_same"), False)
 
 
 def shares_of(config: RunConfig, explicit: frozenset[str]) -> list[float]:

@@ -210,7 +210,7 @@ def title_of(summary: Summary) -> str:
 
 def _nothing_learned(history: History) -> list[str]:
     shares = history.values("frac_reward_zero_std")
-    if not shares or min(shares) < 1:
+    if not shares or min(shares) < 1 or history.values("distill/reverse_kl"):
         return []
     remedy = "try an easier task, a higher --env.temperature or a larger --env.group-size"
     return [f"no group had different scores, so the weights did not change: {remedy}"]

@@ -22,6 +22,7 @@ from treadle.net.address import is_loopback, shown_url
 from treadle.net.client import OK, BlockingHttpClient, Failure, HttpAnswer, NoAnswer, Retries, RetryPolicy
 from treadle.train.ranks import Ranks
 from treadle.train.stop import StopRequested
+from treadle.train.teacher import Teacher
 from treadle.watch.waits import Wait, Waits, WaitSpec
 from treadle.wire.groups import BINARY_TYPE, LeasedBatch, pack_batch, unpack_answer, unpack_batch
 from treadle.wire.hub import LeaseRequest, LeaseUpdate, RegisterTrainer
@@ -30,6 +31,7 @@ log = get_logger("feed")
 
 HOLDER = "trainer"
 POLL_S = 2.0  # a lease request waits this long at the hub: short enough to notice a stop
+LOOK_AHEAD_EVERY_S = 1.0
 RENEWALS_PER_LEASE = 4  # some may fail
 CONFLICT = 409
 PATIENCE_S = 120.0  # then an unreachable hub is an error
@@ -52,8 +54,11 @@ class HubFeed:
         check_stop: Callable[[], None],
         waits: Waits,
         *,
+        teacher: Teacher | None = None,
         answer_s: float = ANSWER_S,
     ) -> None:
+        """`teacher`: scores every batch, from the moment it is leased."""
+        self._teacher = teacher
         self._url = shown_url(url)
         self._look_at_hub = f"see its log, or ask: treadle doctor --hub {self._url}"
         self._waits = waits
@@ -61,19 +66,45 @@ class HubFeed:
         self._check_stop = check_stop
         self._ahead: dict[int, LeasedBatch] = {}
         self._newest = 0  # the last step whose batch was leased
+        self._next_look_s = 0.0
         self._leases = _Leases(_client(url, answer_s))
 
     def register(self, registration: RegisterTrainer) -> None:
         self._post("/register", registration)
 
     def lease(self, step: int) -> LeasedBatch:
-        """Wait for the batch of `step`."""
-        return self._ahead.pop(step, None) or self._lease(step)
+        """Wait for the batch of `step`, and for the teacher to score it."""
+        batch = self._ahead.pop(step, None) or self._lease(step)
+        if self._teacher is not None:
+            self._teacher.finish(batch, self._check_stop)
+        return batch
 
     def lease_ahead(self, step: int) -> None:
         """Wait for all batches up to `step`, in order, and keep them for `lease`."""
         for wanted in range(self._newest + 1, step + 1):
             self._ahead[wanted] = self._lease(wanted)
+
+    def look_ahead(self, step: int) -> None:
+        """With a teacher: lease the next batch if it is there, so that the teacher scores it during this step. Does not
+        wait; called often."""
+        now_s = time.monotonic()
+        if self._teacher is None or step != self._newest + 1 or now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + LOOK_AHEAD_EVERY_S
+        request = msgspec.json.encode(LeaseRequest(step=step, holder=HOLDER, wait_s=0.0))
+        outcome = self._try("/v1/lease", request, {"Accept": BINARY_TYPE})
+        if isinstance(outcome, Failure) or outcome.status != OK:  # `lease` asks again, and reports it
+            self._next_look_s = now_s + PATIENCE_S
+        elif (batch := unpack_answer(outcome.content).batch) is not None:
+            self._ahead[step] = self._take(batch)
+
+    def _take(self, batch: LeasedBatch) -> LeasedBatch:
+        """Hold a batch that was leased, and let the teacher begin."""
+        self._newest = batch.step
+        self._leases.hold(batch)
+        if self._teacher is not None:
+            self._teacher.start(batch)
+        return batch
 
     def _lease(self, step: int) -> LeasedBatch:
         """Log why there is no batch yet."""
@@ -84,9 +115,7 @@ class HubFeed:
             with self._waits.waiting(WaitSpec(what, of="env", deadline_s=BATCH_LATE_S)):
                 batch, reason = self._poll(step, reason)
             if batch is not None:
-                self._newest = step
-                self._leases.hold(batch)
-                return batch
+                return self._take(batch)
             log.info("waiting_for_batch", step=step, reason=reason)
 
     def _poll(self, step: int, reason: str) -> tuple[LeasedBatch | None, str]:
@@ -268,6 +297,10 @@ class SharedFeed:
     def lease_ahead(self, step: int) -> None:
         # All ranks take part: otherwise the others would time out in their next collective operation.
         self._share(lambda hub: hub.lease_ahead(step))
+
+    def look_ahead(self, step: int) -> None:
+        if self._hub is not None:
+            self._hub.look_ahead(step)
 
     def ack(self, batch: LeasedBatch) -> None:
         if self._hub is not None:

@@ -166,7 +166,7 @@ def mean_ratio(seen: Observations) -> HealthFinding | None:
 
 def dead_groups(seen: Observations) -> HealthFinding | None:
     dead, limit = seen.smooth("frac_reward_zero_std"), band_of("frac_reward_zero_std").limit
-    if dead is None or dead < limit:
+    if dead is None or dead < limit or "distill/reverse_kl" in seen.last:  # a teacher says more than equal scores
         return None
     good, bad = seen.smooth("by_group/frac_all_good"), seen.smooth("by_group/frac_all_bad")
     split, remedy = "", "use prompts of more varied difficulty"

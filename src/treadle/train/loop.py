@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -21,13 +22,14 @@ from treadle.track.files import HealthFile, RolloutTokens, TokenFiles
 from treadle.train.card_sharing import CardSharing
 from treadle.train.checkpoint import Checkpoints, Restored, Totals
 from treadle.train.health import HealthCheck
-from treadle.train.loss import LossStats, LossTokens, policy_loss
+from treadle.train.loss import LossStats, LossTokens, distilled_advantages, policy_loss
 from treadle.train.optimizer import Optimizer, derive_seed
 from treadle.train.pack import Micro, PackedBatch, pack
 from treadle.train.policy import Policy
 from treadle.train.publishing import Publish, publish_with_ranks
 from treadle.train.reference import Reference
 from treadle.train.stop import StopRequested
+from treadle.train.teacher import Teacher
 from treadle.wire.groups import LeasedBatch, fingerprint
 
 log = get_logger("trainer")
@@ -64,7 +66,13 @@ class FrozenLogprobs:
             advantages_L=tokens.advantages_L.to(policy.device),
             weights_L=tokens.weights_L.to(policy.device),
             sequences_L=tokens.sequences_L.to(policy.device),
+            teacher_logprobs_L=_moved(tokens.teacher_logprobs_L, policy.device),
+            teacher_coefs_L=_moved(tokens.teacher_coefs_L, policy.device),
         )
+
+
+def _moved(values_L: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if values_L is None else values_L.to(device)
 
 
 def accumulate_gradients(
@@ -114,6 +122,8 @@ class Feed(Protocol):
 
     def lease_ahead(self, step: int) -> None: ...
 
+    def look_ahead(self, step: int) -> None: ...
+
     def ack(self, batch: LeasedBatch) -> None: ...
 
 
@@ -132,6 +142,7 @@ def train(
     health_file: HealthFile | None = None,
     check_stop: Callable[[], None] = lambda: None,
     card: CardSharing | None = None,
+    teacher: Teacher | None = None,
 ) -> None:
     """Train from `restored` to `config.steps`. `publish` brings a version of the weights to the engine.
 
@@ -155,9 +166,9 @@ def train(
                     policy.write_step()
                 # A stop is obeyed until the first update of the batch: after that, weights, optimizer and step must
                 # change together.
-                stop_here = check_stop if epoch == 0 else lambda: None
+                between_micros = partial(_between_micros, check_stop if epoch == 0 else None, feed, step + 2, config)
                 draw = step * config.epochs + epoch
-                stats = accumulate_gradients(policy, batch, config, frozen, stop_here, card, draw=draw)
+                stats = accumulate_gradients(policy, batch, config, frozen, between_micros, card, draw=draw)
                 losses = stats.metrics()
                 clock.lap("fwd_bwd_s")
                 if epoch == 0:
@@ -178,6 +189,7 @@ def train(
                 **outcome.metrics(),
                 **({} if batch.micros else {"grad_norm": math.nan}),  # nothing was forwarded
                 **receipt.metrics(),
+                **({} if teacher is None else teacher.metrics()),  # the feed asks it
                 **throughput.metrics(batch, clock, epochs=epoch + 1),
             }
             step += 1
@@ -201,6 +213,13 @@ def train(
         raise
     if step == restored.step:  # the last checkpoint was of the last step
         checkpoints.save_final(policy, is_merged=config.merge_final)
+
+
+def _between_micros(check_stop: Callable[[], None] | None, feed: Feed, next_step: int, config: TrainConfig) -> None:
+    if check_stop is not None:
+        check_stop()
+    if next_step <= config.steps:
+        feed.look_ahead(next_step)
 
 
 def is_checkpoint_due(step: int, config: TrainConfig) -> bool:
@@ -248,10 +267,10 @@ class RecentTokenRecord:
 
 
 def _tokens_of(micro: Micro, logprobs_L: Tensor, names: dict[int, int]) -> Iterator[RolloutTokens]:
-    tokens = micro.loss_tokens
+    tokens, own_L = micro.loss_tokens, logprobs_L.float().cpu()
     differences_L, advantages_L = (
         values_L.numpy().clip(-LARGEST_FLOAT16, LARGEST_FLOAT16).astype("<f2")
-        for values_L in (logprobs_L.float().cpu() - tokens.rollout_logprobs_L, tokens.advantages_L)
+        for values_L in (own_L - tokens.rollout_logprobs_L, distilled_advantages(tokens, own_L))
     )
     positions_L = (micro.positions_T[micro.source_L] + 1).numpy()
     ends_S = np.bincount(tokens.sequences_L.numpy(), minlength=tokens.num_sequences).cumsum().tolist()

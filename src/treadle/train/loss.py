@@ -43,6 +43,8 @@ class LossTokens:
     weights_L: Tensor  # the token's share in the mean over the step
     sequences_L: Tensor  # long: which sequence of the micro the token belongs to
     num_sequences: int
+    teacher_logprobs_L: Tensor | None = None  # NaN: unknown; None: nothing is distilled
+    teacher_coefs_L: Tensor | None = None  # weight of the reverse KL to the teacher; given with the teacher's logprobs
 
 
 def policy_loss(
@@ -67,9 +69,10 @@ def policy_loss(
     mismatch_L = log_mismatch_L.exp()
     is_masked_L = outside(mismatch_L, *(options.importance_mask or (0.0, math.inf)))
 
+    advantages_L = distilled_advantages(tokens, own_L)
     old_L = rollout_L if options.old_logprobs == "rollout" else own_L
     ratio_L = importance_ratio(logprobs_L - old_L, tokens, options.ratio)
-    policy_L = policy_terms(ratio_L, logprobs_L, tokens.advantages_L, options)
+    policy_L = policy_terms(ratio_L, logprobs_L, advantages_L, options)
     if options.importance_cap is not None:
         policy_L = policy_L * mismatch_L.clamp(max=options.importance_cap)
     kl_L = _kl_to_target(logprobs_L, rollout_L, tokens, options)
@@ -80,13 +83,13 @@ def policy_loss(
     if options.kl_coef:
         weighted_kl_L = options.kl_coef * tokens.weights_L * kl_L.masked_fill(is_masked_L, 0.0)
     with torch.no_grad():
-        is_low_L, is_high_L = clipped(ratio_L, tokens.advantages_L, options)
+        is_low_L, is_high_L = clipped(ratio_L, advantages_L, options)
         measured = MeasuredTokens(
             policy_loss_L=weighted_policy_L,
             kl_loss_L=weighted_kl_L,
             logprobs_L=logprobs_L,
             entropy_L=entropy_L,
-            advantages_L=tokens.advantages_L,
+            advantages_L=advantages_L,
             ratio_L=ratio_L,
             is_clipped_low_L=is_low_L,
             is_clipped_high_L=is_high_L,
@@ -97,11 +100,30 @@ def policy_loss(
             log_mismatch_L=log_mismatch_L,
             is_known_L=is_known_L,
             is_masked_L=is_masked_L,
+            teacher_logprobs_L=tokens.teacher_logprobs_L,
         )
     loss = weighted_policy_L.sum()
     if options.kl_coef:
         loss = loss + weighted_kl_L.sum()
     return loss, measure(measured, options)
+
+
+def distilled_advantages(tokens: LossTokens, own_L: Tensor) -> Tensor:
+    """Advantages minus the reverse KL of each token to the teacher, times its coefficient. `own_L`: the policy's
+    logprobs before the first update on the batch.
+
+    On the policy's own samples, the mean gradient of this term is that of KL(policy, teacher) of the next token, summed
+    over the tokens.
+    """
+    if tokens.teacher_logprobs_L is None or tokens.teacher_coefs_L is None:
+        return tokens.advantages_L
+    return tokens.advantages_L - tokens.teacher_coefs_L * reverse_kl(own_L, tokens.teacher_logprobs_L)
+
+
+def reverse_kl(own_L: Tensor, teacher_L: Tensor) -> Tensor:
+    """log(policy / teacher) of each sampled token: an unbiased estimate of KL(policy, teacher); 0 where the teacher's
+    logprob is unknown."""
+    return torch.where(teacher_L.isnan(), 0.0, own_L - teacher_L)
 
 
 def importance_ratio(log_ratio_L: Tensor, tokens: LossTokens, kind: str) -> Tensor:
@@ -199,6 +221,7 @@ class MeasuredTokens:
     log_mismatch_L: Tensor  # own - rollout, bounded so that its exponential's square fits fp32
     is_known_L: Tensor  # the environment sent the engine's logprob
     is_masked_L: Tensor
+    teacher_logprobs_L: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,6 +295,11 @@ class LossStats:
             "pos_count": total["positive"],  # number of tokens with positive advantage
             "neg_count": total["negative"],  # with negative advantage
         }
+        if "taught" in total:
+            found["distill/reverse_kl"] = mean(
+                "reverse_kl", total["taught"], math.nan
+            )  # policy against teacher, per token
+            found["distill/taught_frac"] = mean("taught")  # tokens with a teacher's logprob
         if num_tokens:
             return found
         return {name: value if name in SUM_METRICS else math.nan for name, value in found.items()}
@@ -299,6 +327,9 @@ def measure(tokens: MeasuredTokens, options: ObjectiveOptions) -> LossStats:
         "positive_logprob": tokens.logprobs_L.masked_fill(~is_positive_L, 0.0),
         "negative_logprob": tokens.logprobs_L.masked_fill(~is_negative_L, 0.0),
     }
+    if tokens.teacher_logprobs_L is not None:
+        over_all["taught"] = ~tokens.teacher_logprobs_L.isnan()
+        over_all["reverse_kl"] = reverse_kl(tokens.own_logprobs_L, tokens.teacher_logprobs_L)
     over_known = {
         "rollout_kl": tokens.rollout_kl_L,
         "difference": difference_L.abs(),

@@ -34,6 +34,7 @@ from treadle.wire.groups import ScoredGroup, common_prefix
 SHARING_PAYS = 0.98  # shared tokens are packed once if at most this share of all tokens remains
 TOKEN_COST = 6 * 2048  # cost of a token in the linear layers, in query-key pairs: about six times the hidden size
 _LOSS_FIELDS = ("source", "target", "temperature", "logprob", "advantage", "weight", "sequence")
+_TEACHER_FIELDS = ("teacher_logprob", "teacher_coef")  # of a run that distills
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,10 @@ def pack(
     portions = [portion for g in prepared for portion in cut_into_portions(g, budget, num_root, share=share)]
     bins = pack_into_bins([(p.num_tokens, p.cost(token_cost)) for p in portions], budget)
     return PackedBatch(
-        micros=tuple(_MicroBuilder([portions[i] for i in chosen], weights).build(token_cost) for chosen in bins),
+        micros=tuple(
+            _MicroBuilder([portions[i] for i in chosen], weights, config.distill_coef).build(token_cost)
+            for chosen in bins
+        ),
         num_tokens_with_advantage=sum(len(g.tokens[i]) for g in prepared for i in g.rollouts),
         num_tokens=sum(len(tokens) for group in groups for tokens in group.tokens),
         num_masked_tokens=sum(g.num_masked for g in prepared),
@@ -279,9 +283,10 @@ def _pays_to_share(prepared: Sequence[PreparedGroup], config: TrainConfig) -> bo
 class _MicroBuilder:
     """Appends portions to their root."""
 
-    def __init__(self, portions: Sequence[_Portion], weights: TokenShares) -> None:
+    def __init__(self, portions: Sequence[_Portion], weights: TokenShares, distill_coef: float) -> None:
         self._portions = portions
         self._weights = weights
+        self._distill_coef = distill_coef
         shares = any(portion.stem for portion in portions)
         stems = [p.prepared.group.tokens[p.rollouts[0]][: p.stem] for p in portions]
         num_root = root_length(stems) if shares else 0
@@ -291,7 +296,8 @@ class _MicroBuilder:
         self._positions: list[np.ndarray] = [np.arange(len(root))]
         self._num_tokens = len(root)
         self._segments: list[Segment] = []
-        self._per_loss_token: dict[str, list[np.ndarray]] = {name: [] for name in _LOSS_FIELDS}
+        names = (*_LOSS_FIELDS, *_TEACHER_FIELDS) if distill_coef else _LOSS_FIELDS
+        self._per_loss_token: dict[str, list[np.ndarray]] = {name: [] for name in names}
         self._origins: list[tuple[ScoredGroup, int]] = []
 
     def _add(self, portion: _Portion) -> None:
@@ -326,6 +332,9 @@ class _MicroBuilder:
             "weight": np.full(len(positions), self._weights.of(int(prepared.lengths[rollout]))),
             "sequence": np.full(len(positions), len(self._origins)),
         }
+        if prepared.teacher_logprobs is not None:
+            values["teacher_logprob"] = prepared.teacher_logprobs[rollout][positions]
+            values["teacher_coef"] = np.full(len(positions), self._distill_coef * group.weight)
         for name, array in values.items():
             self._per_loss_token[name].append(array)
         self._origins.append((group, rollout))
@@ -337,7 +346,8 @@ class _MicroBuilder:
         long = {name: torch.from_numpy(fields[name].astype(np.int64)) for name in ("source", "target", "sequence")}
         real = {
             name: torch.from_numpy(fields[name].astype(np.float32))
-            for name in ("temperature", "logprob", "advantage", "weight")
+            for name in ("temperature", "logprob", "advantage", "weight", *_TEACHER_FIELDS)
+            if name in fields
         }
         predictions = np.stack([fields[name] for name in ("source", "target", "temperature")], 1)
         _, first_D, prediction_L = np.unique(predictions, axis=0, return_index=True, return_inverse=True)
@@ -358,6 +368,8 @@ class _MicroBuilder:
                 weights_L=real["weight"],
                 sequences_L=long["sequence"],
                 num_sequences=len(self._origins),
+                teacher_logprobs_L=real.get("teacher_logprob"),
+                teacher_coefs_L=real.get("teacher_coef"),
             ),
             origins=tuple(self._origins),
             cost=sum(portion.cost(token_cost) for portion in self._portions),

@@ -9,7 +9,7 @@ import numpy as np
 
 from treadle.config import TrainConfig
 from treadle.config.train import ObjectiveOptions
-from treadle.wire.groups import IGNORED, ScoredGroup, common_prefix
+from treadle.wire.groups import IGNORED, ScoredGroup, TaughtGroup, common_prefix
 
 TEMPERATURES = (1e-3, 1e3)  # outside of these, logits divided by the temperature overflow
 # No engine samples a token of probability 1e-11. Such a logprob, or a positive one, is wrong, and would let a single
@@ -67,6 +67,9 @@ class PreparedGroup:
             self.num_masked = sum(int(trainable[i].sum()) for i in np.flatnonzero(self.is_cut_off))
             trainable = [flags & ~cut for flags, cut in zip(trainable, self.is_cut_off, strict=True)]
         self.lengths = np.array([int(flags.sum()) for flags in trainable])  # tokens that count in the mean
+        self.teacher_logprobs: list[np.ndarray] | None = None  # NaN where unknown; None: nothing is distilled
+        if config.distill_coef:
+            self.teacher_logprobs = [teacher_logprobs(group, i, flags) for i, flags in enumerate(trainable)]
         with np.errstate(over="ignore", invalid="ignore"):  # overflows are rejected
             self.advantages = token_advantages(group, trainable, config)
             self.is_rejected = [self._is_unusable(i, config.seq_len, vocab_size) for i in range(group.size)]
@@ -78,6 +81,8 @@ class PreparedGroup:
         if self.is_rejected[rollout]:
             return np.zeros_like(trainable)
         has_gradient = trainable & (self.advantages[rollout] != 0)
+        if self.teacher_logprobs is not None:
+            has_gradient |= ~np.isnan(self.teacher_logprobs[rollout])
         if config.kl_coef > 0 or (config.ratio != "token" and has_gradient.any()):
             return trainable
         return has_gradient
@@ -115,17 +120,52 @@ def token_advantages(group: ScoredGroup, trained: Sequence[np.ndarray], config: 
     """Advantages per token: the environment's if it sent them, else the rollout's; zero where not `trained`."""
     per_rollout = group_advantages(group.scores, config)
     own = group.advantages or []  # only used if the length fits: some clients send other things here
-    overrides = group.overrides or []
     result = []
     for i, flags in enumerate(trained):
         if i < len(own) and len(own[i]) == len(flags):
             values = np.where(flags, np.array(own[i], dtype=np.float64), 0.0)
         else:
             values = np.where(flags, per_rollout[i], 0.0)
-        if i < len(overrides) and overrides[i].get("set_advantage_to_zero"):
+        if is_without_advantage(group, i):
             values[:] = 0.0
-        result.append(values * group.weight)
+        result.append(values * (config.reward_coef * group.weight))
     return result
+
+
+def teacher_logprobs(group: ScoredGroup, rollout: int, trained: np.ndarray) -> np.ndarray:
+    """The teacher's logprobs of the `trained` tokens; NaN elsewhere, and where they are unknown."""
+    if is_without_advantage(group, rollout):
+        return np.full(len(trained), np.nan)
+    values = _sent_logprobs(group, rollout, trained)
+    if isinstance(group, TaughtGroup):
+        answered = np.array(group.teacher_logprobs[rollout], dtype=np.float64)
+        values = np.where(np.isnan(answered) | ~trained, values, answered)
+    low, high = LOGPROBS
+    return np.where(values > high, np.nan, values.clip(min=low))
+
+
+def _sent_logprobs(group: ScoredGroup, rollout: int, trained: np.ndarray) -> np.ndarray:
+    """Those that the environment sent: of each position, the entry with the position's own token."""
+    values = np.full(len(trained), np.nan)
+    ids, logprobs = group.distill_token_ids or [], group.distill_logprobs or []
+    tokens = group.tokens[rollout]
+    if not (rollout < len(ids) and rollout < len(logprobs)):
+        return values
+    ids_T, logprobs_T = ids[rollout], logprobs[rollout]
+    if not len(tokens) == len(ids_T) == len(logprobs_T):
+        return values
+    for t in np.flatnonzero(trained).tolist():
+        for token, logprob in zip(ids_T[t], logprobs_T[t], strict=False):
+            if token == tokens[t]:
+                values[t] = logprob
+                break
+    return values
+
+
+def is_without_advantage(group: ScoredGroup, rollout: int) -> bool:
+    """Whether the environment said that nothing is to be learned from a rollout."""
+    overrides = group.overrides or []
+    return rollout < len(overrides) and bool(overrides[rollout].get("set_advantage_to_zero"))
 
 
 def temperature_of(group: ScoredGroup, rollout: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ from treadle.train.policy import build_policy, compile_ahead
 from treadle.train.publishing import Welcome
 from treadle.train.ranks import Ranks, join_ranks
 from treadle.train.stop import StopRequested, StopSwitch
+from treadle.train.teacher import open_teacher
 from treadle.watch.waits import Waits, WaitSpec
 from treadle.watch.watchdog import ProcessFacts, Watchdog
 from treadle.wire.bridge import ReloadWeights, Updated
@@ -184,6 +186,7 @@ def _train(
     if ranks.size == 1:  # sharded layers are compiled differently
         _compile_while_engine_loads(config, progress)
     engine = mode.attach()
+    teacher = open_teacher(config, ranks, engine.folder, waits)
     if ranks.leads and engine.layout is not None and not config.mode.adapters:
         engine = _with_untrained_weights(engine, engine.layout, mode, config)
     # The sync mode decides where the live weights are; rank 0 alone publishes them.
@@ -206,7 +209,8 @@ def _train(
         tracker.truncate_after(restored.step)
         health_file.truncate_after(restored.step)
     tokens = RecentTokenRecord(config.metrics_path.parent / TOKENS_FOLDER, ranks.rank)
-    feed = open_feed(ranks, stop.check, Welcome(mode, policy), lambda check: HubFeed(config.hub_url, check, waits))
+    open_hub = partial(HubFeed, config.hub_url, waits=waits, teacher=teacher)
+    feed = open_feed(ranks, stop.check, Welcome(mode, policy), open_hub)
     policy.computing = stop.computing
     stop.install()  # before this, a signal simply ends the process
     registration = _registration(config, restored.step, policy.vocab_size)
@@ -218,7 +222,7 @@ def _train(
         train(
             config, policy, optimizer, feed, mode.publish, checkpoints, tracker,
             reference=reference, restored=restored, tokens=tokens, health_file=health_file, check_stop=progress.check,
-            card=share_card(config, engine.layout, policy.device) if ranks.leads else None,
+            card=share_card(config, engine.layout, policy.device) if ranks.leads else None, teacher=teacher,
         )  # fmt: skip
         if is_done:
             feed.register(registration)  # after the publish: environments now evaluate the weights

@@ -159,6 +159,7 @@ class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     prompt: str | list[Any]  # text, texts, token ids, or lists of token ids
     max_tokens: int | None = 16
     logprobs: int | None = None
+    prompt_logprobs: int | None = None  # vLLM's field: number of likeliest tokens beside each token of the prompt
     echo: bool | None = False
     best_of: int | None = None
     suffix: str | None = None
@@ -206,8 +207,15 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     text_offset: list[int]
 
 
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    logprob: float
+
+
 class Choice(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Of a completion: `text`. Of a chat: `message`, or `delta` in a stream."""
+    """Of a completion: `text`. Of a chat: `message`, or `delta` in a stream.
+
+    `prompt_logprobs[t]` has the model's own logprobs at a token of the prompt, by token id; null for the first.
+    """
 
     index: int
     finish_reason: str | None
@@ -218,6 +226,7 @@ class Choice(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: ChatLogprobs | CompletionLogprobs | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
 class Answer(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -67,6 +67,17 @@ class ScoredGroup(msgspec.Struct, kw_only=True):
         return len(self.tokens)
 
 
+class TaughtGroup(ScoredGroup, kw_only=True):
+    """A group inside of the trainer, with what its teacher answered. It is never sent to a hub."""
+
+    teacher_logprobs: list[list[float]]  # of each token; NaN where the teacher was not asked
+
+
+def taught_group(group: ScoredGroup, teacher_logprobs: list[list[float]]) -> TaughtGroup:
+    fields = {name: getattr(group, name) for name in ScoredGroup.__struct_fields__}
+    return TaughtGroup(**fields, teacher_logprobs=teacher_logprobs)
+
+
 def fingerprint(group: ScoredGroup) -> int:
     """A group's name wherever it is read: the same for the same tokens and scores, in all likelihood for no others."""
     digest = hashlib.blake2b(digest_size=8)
@@ -137,6 +148,7 @@ class StoredForm(msgspec.Struct, kw_only=True, omit_defaults=True):
     item: int | None = None
     metrics: bytes | None = None  # JSON object
     weight: float = 1.0
+    teacher_logprobs: bytes | None = None  # float32; between the ranks of a trainer
 
 
 class BinaryBatch(msgspec.Struct, kw_only=True):
@@ -210,7 +222,14 @@ def unpack_answer(body: bytes) -> LeaseAnswer:
 
 def pack_batch(batch: LeasedBatch) -> bytes:
     """For another process of the same trainer."""
-    groups = [StoredForm(binary=pack_group(group), weight=group.weight) for group in batch.groups]
+    groups = [
+        StoredForm(
+            binary=pack_group(group),
+            weight=group.weight,
+            teacher_logprobs=_packed("f", group.teacher_logprobs) if isinstance(group, TaughtGroup) else None,
+        )
+        for group in batch.groups
+    ]
     return msgspec.msgpack.encode(BinaryBatch(step=batch.step, token=batch.token, lease_s=batch.lease_s, groups=groups))
 
 
@@ -231,6 +250,8 @@ def from_stored(stored: StoredForm) -> ScoredGroup:
         group.policy_version, group.item = stored.policy_version, stored.item
         group.metrics = None if stored.metrics is None else _METRICS.decode(stored.metrics)
     group.weight = stored.weight
+    if stored.teacher_logprobs is not None:
+        return taught_group(group, rows("f", stored.teacher_logprobs, [len(row) for row in group.tokens]))
     return group
 
 

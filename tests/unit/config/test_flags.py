@@ -9,6 +9,7 @@ import pytest
 
 from treadle.config import RunConfig, Section, TrainConfig, load_run
 from treadle.config.atropos import SHORTHANDS
+from treadle.config.distillation import DistillationOptions
 from treadle.config.flags import FlagParser, add_flags, given
 from treadle.config.sync import SyncOptions
 from treadle.config.train import (
@@ -20,7 +21,16 @@ from treadle.config.train import (
     TrackOptions,
 )
 
-OPTIONS = (ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions, ShardOptions, SyncOptions, TrackOptions)
+OPTIONS = (
+    ObjectiveOptions,
+    DistillationOptions,
+    OptimizerOptions,
+    LoraOptions,
+    SpeedOptions,
+    ShardOptions,
+    SyncOptions,
+    TrackOptions,
+)
 SECTIONS = [(name, type(f.default)) for name, f in RunConfig.model_fields.items() if isinstance(f.default, Section)]
 
 
@@ -54,6 +64,7 @@ def test_the_trainers_help_groups_settings_in_a_fixed_order() -> None:
         "options",
         "the run",
         "objective",
+        "distillation",
         "optimizer",
         "lora",
         "speed",
@@ -74,7 +85,7 @@ def test_the_help_of_a_whole_run_keeps_the_groups_behind_their_section() -> None
     for name, kind in SECTIONS:
         add_flags(parser, kind, prefix=f"{name}.", dotted=True)
     trainers = [heading for heading in help_groups(parser) if heading.startswith("train")]
-    topics = ("objective", "optimizer", "lora", "speed", "shard", "sync", "track", "shorthands")
+    topics = ("objective", "distillation", "optimizer", "lora", "speed", "shard", "sync", "track", "shorthands")
     assert trainers == ["train", *(f"train: {topic}" for topic in topics)]
 
 

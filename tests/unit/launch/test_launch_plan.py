@@ -162,6 +162,18 @@ def test_why_the_numbers_are_float32_is_reported(has_bf16: bool, has_gpu: bool, 
     assert any("float32" in note for note in plan.notes) is is_reported
 
 
+def test_groups_with_equal_scores_are_kept_for_a_teacher():
+    teacher = {"train.teacher_url": "http://127.0.0.1:9100", "env.group_size": 1}
+    config = plan_for(teacher).config
+    config.check_together()  # one rollout is enough for a teacher
+    assert "ensure_scores_are_not_same" in config.env.model_fields_set
+    assert not config.env.ensure_scores_are_not_same  # whatever suits the task
+    assert config.train.distill_coef == 1.0
+    assert plan_for({**teacher, "env.ensure_scores_are_not_same": "true"}).config.env.ensure_scores_are_not_same
+    with pytest.raises(ConfigError, match="a group of one teaches nothing"):
+        plan_for({"env.group_size": 1}).config.check_together()
+
+
 def test_explicit_settings_are_kept() -> None:
     config = plan_for(
         {"engine.threads": "3", "train.seed": "9", "train.save_path": "/big/disk", "env.seed": "1"}

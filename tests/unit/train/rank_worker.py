@@ -59,6 +59,10 @@ def group(scores, *, seed=0, logprob=-4.0, lengths=()):
         masks=[[-100, -100, *c] for c in completions],
         scores=list(scores),
         inference_logprobs=[[1.0, 1.0, *[logprob] * len(c)] for c in completions],
+        distill_token_ids=[
+            [[], [], *([token] for token in c)] for c in completions
+        ],  # read when something is distilled
+        distill_logprobs=[[[], [], *([-token / 10] for token in c)] for c in completions],
         policy_version=0,
         metrics={"accuracy": 0.5},
         weight=0.75,
@@ -89,6 +93,9 @@ class ListFeed:
 
     def lease_ahead(self, step):
         self.check()
+
+    def look_ahead(self, step):
+        pass
 
     def ack(self, batch):
         self.acknowledged.append(batch.step)

@@ -56,6 +56,9 @@ class ListFeed:
     def lease_ahead(self, step):
         self.ahead.append(step)
 
+    def look_ahead(self, step):
+        pass
+
     def ack(self, batch):
         self.acknowledged.append(batch.step)
 

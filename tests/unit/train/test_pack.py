@@ -117,6 +117,51 @@ def test_a_kl_term_or_a_sequence_ratio_brings_tokens_without_advantage():
     assert pack([partly], settings(ratio="sequence_mean")).micros[0].targets_L.tolist() == [1, 2]
 
 
+def taught(**fields):
+    """Two rollouts with equal scores; the teacher's logprobs of the first, and of one token of the second."""
+    made = group([5], [[1, 2], [3, 4]], [1.0, 1.0])
+    made.distill_token_ids = [[[0], [1], [2]], [[], [9, 3], [9]]]
+    made.distill_logprobs = [[[0.0], [-0.5], [-99.0]], [[], [-3.0, -0.25], [-2.0]]]
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_a_group_with_equal_scores_is_trained_where_a_teacher_scored_it():
+    (micro,) = pack([taught(weight=0.5)], settings(distill_coef=2.0)).micros
+    tokens = micro.loss_tokens
+    assert micro.targets_L.tolist() == [1, 2, 3]
+    assert tokens.teacher_logprobs_L.tolist() == [-0.5, -25.0, -0.25]  # no single token outweighs a step
+    assert tokens.teacher_coefs_L.tolist() == [1.0] * 3  # times the weight of a stale group
+    assert tokens.advantages_L.tolist() == [0.0] * 3
+    assert pack([taught()], PLAIN).micros == ()  # nothing is distilled
+    assert pack([taught(overrides=[{"set_advantage_to_zero": True}] * 2)], settings(distill_coef=2.0)).micros == ()
+
+
+def test_a_token_without_the_teachers_logprob_is_trained_by_its_score():
+    mixed = taught(scores=[1.0, 0.0])
+    (micro,) = pack([mixed], settings(distill_coef=1.0, normalize_std=False)).micros
+    assert micro.loss_tokens.advantages_L.tolist() == [0.5, 0.5, -0.5, -0.5]
+    assert micro.loss_tokens.teacher_logprobs_L.isnan().tolist() == [False, False, False, True]
+    (micro,) = pack([mixed], settings(distill_coef=1.0, reward_coef=0.0)).micros
+    assert micro.loss_tokens.advantages_L.tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs"),
+    [
+        ([[[1], [2]]] * 2, [[[-0.5], [-0.5]]] * 2),  # another number of tokens
+        ([[[5], [1], [2]]], [[[0.0], [-1.0], [-1.0]]]),  # of one rollout
+        ([[[], [1], [2]]] * 2, [[[], [1.0], [math.nan]]] * 2),  # not sampled, not a number
+        (None, [[[], [-1.0], [-1.0]]] * 2),
+    ],
+)
+def test_teacher_logprobs_that_do_not_fit_the_tokens_are_not_used(ids, logprobs):
+    odd = taught(distill_token_ids=ids, distill_logprobs=logprobs)
+    num_used = sum(len(micro.targets_L) for micro in pack([odd], settings(distill_coef=1.0)).micros)
+    assert num_used == (2 if ids is not None and len(ids) == 1 else 0)
+
+
 def random_groups(seed=0, num_groups=20):
     random = np.random.default_rng(seed)
     groups = []

@@ -28,7 +28,7 @@ from treadle.config.train import OBJECTIVES
 from treadle.errors import ConfigError
 from treadle.support import fast_dtype
 from treadle.train.ranks import ALONE, balance, choose_rank_device, join_ranks
-from treadle.wire.groups import LeasedBatch, pack_batch, unpack_batch
+from treadle.wire.groups import LeasedBatch, pack_batch, taught_group, unpack_batch
 
 ROOT = Path(__file__).parents[3]
 STEPS = 3
@@ -39,6 +39,7 @@ KINDS = ("alive", "some dead")
 QUICK_VARIANTS: dict[str, dict[str, Any]] = {
     "reference": {"kl_coef": 0.1, "kl_against": "reference", "epochs": 2},
     "adapters": {"lora": True, "lora_dropout": 0.1, "kl_coef": 0.1, "kl_against": "reference"},
+    "teacher": {"distill_coef": 0.5, "reward_coef": 0.0, "epochs": 2},
     "zero2": {"shard": "zero2", "gradient_checkpointing": True},
     "one layer": {"train_layer_indices": "1", "objective": "gspo"},
     "context": {"context_parallel": 2, "epochs": 2, "share_prompts": "on"},
@@ -248,8 +249,10 @@ def test_losses_and_gradients_of_several_ranks_are_those_of_one(results, num_ran
         pytest.skip("the ranks cannot be divided like this")
     alone, together = results[1] / (name if name in VARIANTS else "grpo"), results[num_ranks] / name
     for got, wanted in zip(rows(together), rows(alone), strict=True):
-        assert {key: got[key] for key in NOT_OF_TIME} == pytest.approx(
-            {key: wanted[key] for key in NOT_OF_TIME}, rel=1e-5, abs=1e-7, nan_ok=True
+        keys = [*NOT_OF_TIME, *(key for key in wanted if key.startswith("distill/"))]
+        assert ("distill/reverse_kl" in keys) == (name == "teacher")
+        assert {key: got[key] for key in keys} == pytest.approx(
+            {key: wanted[key] for key in keys}, rel=1e-5, abs=1e-7, nan_ok=True
         )
     gradients = load_file(together / "gradients-0.safetensors")
     for parameter, wanted in load_file(alone / "gradients-0.safetensors").items():
@@ -451,3 +454,8 @@ def test_a_batch_is_sent_unchanged():
     groups[1].generation_params = {"temperature": 0.7}
     batch = LeasedBatch(step=4, token="t", lease_s=2.5, groups=groups)
     assert unpack_batch(pack_batch(batch)) == batch
+    values = [[math.nan, *[-0.5] * (len(t) - 1)] for t in groups[2].tokens]
+    batch.groups[2] = taught_group(groups[2], values)
+    got = unpack_batch(pack_batch(batch)).groups[2]
+    assert str(got.teacher_logprobs) == str(values)  # a NaN equals nothing
+    assert got.weight == groups[2].weight

@@ -115,6 +115,8 @@ class OneFeed:
 
     def lease_ahead(self, step): ...
 
+    def look_ahead(self, step): ...
+
     def ack(self, batch):
         self.seen.append(sorted(path.name for path in self.folder.iterdir()))
 

@@ -6,6 +6,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -44,6 +45,7 @@ from treadle.wire.generate import (
     CompletionRequest,
     ModelCard,
     ModelList,
+    PromptLogprob,
     Sampling,
     TokenLogprob,
     Usage,
@@ -55,6 +57,10 @@ Kind = Literal["text_completion", "chat.completion", "chat.completion.chunk"]
 def _entry(token: int, logprob: float, tokenizer: ModelTokenizer) -> TokenLogprob:
     shown = tokenizer.token(token)
     return TokenLogprob(token=shown, logprob=logprob, bytes=list(shown.encode()))
+
+
+def _prompt_entry(top: Mapping[int, float]) -> dict[str, PromptLogprob]:
+    return {str(token): PromptLogprob(logprob=logprob) for token, logprob in top.items()}
 
 
 class OpenAIReply(ABC):
@@ -130,6 +136,14 @@ class CompletionReply(OpenAIReply):
     prefix = "cmpl"
     kind = chunk_kind = "text_completion"
 
+    def full(self, generations: Sequence[GenerationResult]) -> Answer:
+        answer = super().full(generations)
+        for choice in answer.choices:
+            tops = generations[choice.index // self.requests[0].n].prompt_tops
+            if tops is not None:
+                choice.prompt_logprobs = [_prompt_entry(top) if top else None for top in tops]
+        return answer
+
     def _set_content(self, choice: Choice, sampled: SampledCompletion | CompletionDelta, num_chars: int) -> None:
         choice.text = sampled.text
         if self._wants_ids and isinstance(sampled, SampledCompletion):
@@ -191,9 +205,12 @@ def openai_routes(context: ApiContext) -> list[Route]:
         body = await decode(http, CompletionRequest)
         if body.echo or body.suffix or body.best_of not in (None, body.n or 1):
             raise RequestError("echo, suffix and best_of are not offered", fix="leave them out")
+        if body.stream and body.prompt_logprobs is not None:
+            raise RequestError("a streamed answer has no prompt_logprobs", fix='leave "stream" out')
         options = _options(
             context, body, max_tokens=16 if body.max_tokens is None else body.max_tokens, logprobs=body.logprobs
         )
+        options = replace(options, prompt_logprobs=body.prompt_logprobs)
         prompts = _prompts(context, body.prompt)
         requests = [build_request(ids, options, context.engine.facts) for ids in prompts]
         return await _serve(http, CompletionReply(context, body, requests), is_streamed=bool(body.stream))
