@@ -203,12 +203,13 @@ CHARTS = (
 
 
 def charts_of(run: RunFolder | None) -> tuple[Chart, ...]:
-    """The charts of the page; with several environments also the held-out accuracy of each."""
+    """The charts of the page; with several environments or data sources also the held-out accuracy of each."""
     envs = tuple(run.held_out_by_env()) if run is not None else ()
     if not envs:
         return CHARTS
-    note = "Held-out accuracy of each environment."
-    by_env = Chart(title="Held-out accuracy by environment", names=(), labels=(), note=note, held_out_envs=envs)
+    kind = "environment" if run is not None and run.config().get("envs") else "data source"
+    title, note = f"Held-out accuracy by {kind}", f"Held-out accuracy of each {kind}."
+    by_env = Chart(title=title, names=(), labels=(), note=note, held_out_envs=envs)
     return (CHARTS[0], by_env, *CHARTS[1:])
 
 
