@@ -80,6 +80,26 @@ def check_sources(text: str) -> str:
     return text
 
 
+def labels_of_sources(sources: Sequence[DataSource]) -> tuple[str, ...]:
+    """A short name for each source, as metrics use it.
+
+    >>> labels_of_sources([DataSource("data/gsm8k.jsonl"), DataSource("HuggingFaceH4/MATH-500:default")])
+    ('gsm8k', 'MATH-500')
+    """
+    short = [_short_name(source.name, 1) for source in sources]
+    with_folder = [_short_name(source.name, 2) for source in sources]
+    labels = [long if short.count(name) > 1 else name for name, long in zip(short, with_folder, strict=True)]
+    return tuple(f"{label}-{n}" if labels.count(label) > 1 else label for n, label in enumerate(labels, start=1))
+
+
+def _short_name(name: str, num_parts: int) -> str:
+    parts = [part for part in name.rstrip("/").split("/") if part]
+    last = parts[-1].partition(":")[0]
+    for suffix in (".jsonl", ".json", ".csv", ".parquet"):
+        last = last.removesuffix(suffix)
+    return folder_of("-".join([*parts[-num_parts:-1], last]))
+
+
 Sources = Annotated[str, BeforeValidator(join_sources), AfterValidator(check_sources)]
 
 

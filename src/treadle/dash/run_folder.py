@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from treadle.config.env import labels_of_sources, parse_sources
 from treadle.config.load import merge_derived
 from treadle.track.files import HEALTH_FILE, TOKENS_FOLDER, HealthFile, TokenFiles
 from treadle.track.plot import HeldOutPoint, pooled
@@ -173,6 +174,7 @@ class RunFolder:
         """Evaluations by name of the environment, or by data source of the only one; empty if there is one of each."""
         by_env = self._held_out_by_table()
         if not by_env:
+            by_env = {source: [] for source in sources_of(self.config())}
             for _, parts in self._held_out_in(self.path / "evals"):
                 for source, part in parts.items():
                     by_env.setdefault(source, []).append(part)
@@ -267,6 +269,13 @@ def env_tables(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The settings of all environments."""
     tables = config.get("envs") or [config.get("env")]
     return [table for table in tables if isinstance(table, dict)]
+
+
+def sources_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the data sources of the only environment, if there are several."""
+    data = [table.get("data") for table in env_tables(config)]
+    sources = parse_sources(data[0]) if len(data) == 1 and isinstance(data[0], str) else ()
+    return labels_of_sources(sources) if len(sources) > 1 else ()
 
 
 def task_of(config: Mapping[str, Any]) -> str:

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from treadle.config.env import EnvConfig, parse_sources
+from treadle.config.env import EnvConfig, labels_of_sources, parse_sources
 from treadle.envs.base import Environment, Item, stable_seed, stable_shuffle
-from treadle.envs.mix import Mix, in_turn, labels_of_sources, whole_weights
+from treadle.envs.mix import Mix, in_turn, whole_weights
 from treadle.envs.rows import SUFFIXES, BrokenRow, Row, RowError, parse_rows
 from treadle.errors import ConfigError, MissingExtra, require
 from treadle.formatting import counted

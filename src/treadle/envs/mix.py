@@ -87,7 +87,7 @@ def spread_draws(weights: Sequence[int]) -> list[int]:
     """The sources of sum(weights) draws, each spread evenly: the one whose next draw is due first.
 
     >>> spread_draws([3, 1])
-    [0, 0, 1, 0]
+    [0, 0, 0, 1]
     """
     total = sum(weights)
     counts = [0] * len(weights)
@@ -99,27 +99,6 @@ def spread_draws(weights: Sequence[int]) -> list[int]:
         counts[source] += 1
         draws.append(source)
     return draws
-
-
-def labels_of_sources(sources: Sequence[DataSource]) -> tuple[str, ...]:
-    """A short name for each source, as metrics use it.
-
-    >>> labels_of_sources([DataSource("data/gsm8k.jsonl"), DataSource("HuggingFaceH4/MATH-500:default")])
-    ('gsm8k', 'MATH-500')
-    """
-    short = [_short_name(source.name, 1) for source in sources]
-    with_folder = [_short_name(source.name, 2) for source in sources]
-    labels = [long if short.count(name) > 1 else name for name, long in zip(short, with_folder, strict=True)]
-    return tuple(f"{label}-{n}" if labels.count(label) > 1 else label for n, label in enumerate(labels, start=1))
-
-
-def _short_name(name: str, num_parts: int) -> str:
-    parts = [part for part in name.rstrip("/").split("/") if part]
-    last = parts[-1].partition(":")[0]
-    for suffix in (".jsonl", ".json", ".csv", ".parquet"):
-        last = last.removesuffix(suffix)
-    words = "-".join([*parts[-num_parts:-1], last])
-    return "".join(one if one.isalnum() or one in "._+-" else "-" for one in words)
 
 
 def in_turn(lists: Sequence[Sequence[object]]) -> list[int]:

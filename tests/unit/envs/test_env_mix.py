@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.config.env import DataSource, EnvConfig, parse_sources
-from treadle.config.load import load_run
+from treadle.config.env import DataSource, EnvConfig, labels_of_sources, parse_sources
+from treadle.config.load import load_run, save_run
 from treadle.dash.charts import charts_of
 from treadle.dash.run_folder import RunFolder
 from treadle.envs.base import Environment, Score, load_environment
 from treadle.envs.chat import Transcript
 from treadle.envs.data import load_data
 from treadle.envs.evaluation import eval_metrics, format_result, save_result, summarize
-from treadle.envs.mix import Mix, labels_of_sources, spread_draws, whole_weights
+from treadle.envs.mix import Mix, spread_draws, whole_weights
 from treadle.envs.rollout import Rollout, build_group
 from treadle.envs.rows import Row
 from treadle.envs.serving.stream_state import DifficultySelection, ItemCursor
@@ -182,6 +182,8 @@ def test_an_evaluation_has_the_accuracy_of_each_source(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     assert [one.num_prompts for one in run.held_out()] == [6]
     assert run.held_out_by_env()["a"][0].accuracy == pytest.approx(2 / 3)
+    save_run(load_run(None, {"env.name": "jsonl", "env.data": "a.jsonl:1,c.jsonl:1"}), tmp_path / "config.json")
+    assert list(run.held_out_by_env()) == ["a", "c", "b"], "also those that no evaluation has yet"
     assert charts_of(run)[1].title == "Held-out accuracy by data source"
 
 
