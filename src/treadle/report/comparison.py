@@ -17,32 +17,24 @@ from typing import Any
 import msgspec
 
 from treadle.config.load import load_run
-from treadle.dash.charts import CHARTS, Chart, Values, buckets
+from treadle.dash.charts import Chart
 from treadle.dash.run_folder import CONFIG_FILE, HeldOut
 from treadle.errors import ConfigError
 from treadle.formatting import counted, model_name
-from treadle.report.history import Evaluation, History, check_is_run, is_number
+from treadle.report.comparison_curves import HELD_OUT_CHART, METRIC_CHARTS, Curves, curves_of, held_out_of
+from treadle.report.history import Evaluation, History, check_is_run
 from treadle.report.page import settings_of, task_in_words
 from treadle.report.statistics import Estimate, mcnemar_p, mean_of_seeds
 from treadle.report.summary import RunRecord, read_record
-from treadle.track.catalogue import METRICS
 
 MEAN_STEPS = 5  # the final reward is the mean over this many last steps
 NUM_EXAMPLES = 5  # of each kind, in the page and as JSON
-NUM_POINTS = 300  # of each curve
+LONGEST_NAME = 50  # characters of the settings in the name of a group
 # Where a run ran, and what its files are called.
 _PLACE = re.compile(
     r"(^|\.)(output|host|port|gpus|threads|allowed_hosts|(admin_)?token_file|hub_url|engine_url|base_url|router_url)$"
 )
 _SEED = re.compile(r"(^|\.)seed$")
-
-HELD_OUT_CHART = Chart(
-    title="Held-out accuracy",
-    names=(),
-    labels=(),
-    note="One run: the 95 % interval over its prompts. Several seeds: mean and 95 % interval over the seeds.",
-    has_held_out=True,
-)
 
 
 class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,17 +93,6 @@ class AnswerComparison(msgspec.Struct, frozen=True, kw_only=True):
     examples: tuple[Answer, ...] = ()
 
 
-class Curves(msgspec.Struct, frozen=True, kw_only=True):
-    """The metrics of a group over the steps: means over its runs; `low`, `high`: 95 % interval over seeds."""
-
-    name: str
-    steps: dict[str, list[int]]
-    values: dict[str, Values]
-    low: dict[str, Values]
-    high: dict[str, Values]
-    held_out: list[HeldOut]
-
-
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     words: tuple[str, ...]
     runs: tuple[RunFigures, ...]
@@ -153,16 +134,19 @@ def compare_folders(folders: Sequence[Path]) -> Comparison:
 
 def compare(runs: Sequence[ComparedRun]) -> Comparison:
     groups = group_runs(runs)
-    names = [_name_of(group) for group in groups]
+    settings = differing_settings(groups)
+    names = [_name_of(group, place, settings) for place, group in enumerate(groups)]
     answers = [compare_answers(first, second) for first, second in pairs_of(groups)]
     return Comparison(
         words=_words(runs, groups),
         runs=tuple(map(_figures, runs)),
         groups=tuple(_summary(name, group) for name, group in zip(names, groups, strict=True)),
-        settings=tuple(differing_settings(groups)),
+        settings=tuple(settings),
         answers=tuple(one for one in answers if one is not None),
         charts=(HELD_OUT_CHART, *METRIC_CHARTS),
-        curves=tuple(curves_of(name, group) for name, group in zip(names, groups, strict=True)),
+        curves=tuple(
+            curves_of(name, [run.history for run in group]) for name, group in zip(names, groups, strict=True)
+        ),
     )
 
 
@@ -232,11 +216,7 @@ def _figures(run: ComparedRun) -> RunFigures:
 def _before_and_after(history: History) -> tuple[HeldOut | None, HeldOut | None]:
     """Before the first step, and the newest one after it."""
     before, newest = history.before, history.evaluations[-1]
-    return _held_out(before) if before else None, _held_out(newest) if newest.step > 0 else None
-
-
-def _held_out(one: Evaluation) -> HeldOut:
-    return HeldOut(one.step, one.accuracy, one.low, one.high, one.mean_score, one.num_prompts)
+    return held_out_of(before) if before else None, held_out_of(newest) if newest.step > 0 else None
 
 
 def _final_reward(run: ComparedRun) -> float | None:
@@ -263,8 +243,12 @@ def _over_seeds(values: Sequence[float | None]) -> Estimate | None:
     return mean_of_seeds(known) if known and len(known) == len(values) else None
 
 
-def _name_of(group: Sequence[ComparedRun]) -> str:
-    return group[0].name if len(group) == 1 else f"{group[0].name} and {counted(len(group) - 1, 'other seed')}"
+def _name_of(group: Sequence[ComparedRun], place: int, settings: Sequence[DifferingSetting]) -> str:
+    """ "run 1, 2: train.lr 1e-05"; the name of the first run instead of settings that are long."""
+    what = ", ".join(f"{one.key} {one.values[place] or 'empty'}" for one in settings)
+    if not what or len(what) > LONGEST_NAME:
+        what = group[0].name if len(group) == 1 else f"{group[0].name} and {counted(len(group) - 1, 'other seed')}"
+    return f"run {', '.join(str(run.number) for run in group)}: {what}"
 
 
 # ---- answers
@@ -329,67 +313,6 @@ def _example(one: Mapping[str, Any], other: Mapping[str, Any]) -> Answer:
         second=str(other.get("completion")),
         is_first_right=_is_right(one),
     )
-
-
-# ---- curves
-
-
-def _one_metric(chart: Chart) -> Chart:
-    """The first metric only, because the lines are the groups; of the parts of a step their sum."""
-    name, label = ("perf/step_s", "whole step") if chart.kind == "stacked" else (chart.names[0], chart.labels[0])
-    title = f"Reward ({label})" if chart.has_held_out else f"{chart.title}: {label}"
-    changes: dict[str, Any] = {"names": (name,), "labels": (label,), "title": title, "note": METRICS[name].meaning}
-    return msgspec.structs.replace(chart, **changes, kind="lines", has_held_out=False)
-
-
-METRIC_CHARTS = tuple(map(_one_metric, CHARTS))
-
-
-def curves_of(name: str, group: Sequence[ComparedRun]) -> Curves:
-    curves = Curves(name=name, steps={}, values={}, low={}, high={}, held_out=_held_out_of(group))
-    for metric in (chart.names[0] for chart in METRIC_CHARTS):
-        columns = [_column(run.history, metric) for run in group]
-        estimates = estimates_by_step(columns)
-        if not estimates:
-            continue
-        curves.steps[metric] = list(estimates)
-        curves.values[metric] = [_short(one.mean) for one in estimates.values()]
-        if len(group) > 1:
-            curves.low[metric] = [_short(one.low) for one in estimates.values()]
-            curves.high[metric] = [_short(one.high) for one in estimates.values()]
-    return curves
-
-
-def estimates_by_step(columns: Sequence[Mapping[int, float]], num_points: int = NUM_POINTS) -> dict[int, Estimate]:
-    """The mean over runs at each step that all have; more than `num_points` steps are averaged in buckets.
-
-    >>> estimates_by_step([{1: 0.2, 2: 0.4}, {1: 0.4}])[1].mean
-    0.30000000000000004
-    """
-    steps = sorted(set.intersection(*(set(column) for column in columns)))
-    cuts = [steps[cut] for cut in buckets(steps, None, None, 2 * num_points)]
-    return {cut[0]: mean_of_seeds([fmean(column[step] for step in cut) for column in columns]) for cut in cuts}
-
-
-def _column(history: History, metric: str) -> dict[int, float]:
-    return {int(step["step"]): float(value) for step in history.steps if is_number(value := step.get(metric))}
-
-
-def _held_out_of(group: Sequence[ComparedRun]) -> list[HeldOut]:
-    """The evaluations of one run, or their means over seeds at the steps that all runs have."""
-    if len(group) == 1:
-        return [_held_out(one) for one in group[0].history.evaluations]
-    by_step = [{one.step: one for one in run.history.evaluations} for run in group]
-    points = []
-    for step in sorted(set.intersection(*map(set, by_step))):
-        one = mean_of_seeds([evaluations[step].accuracy for evaluations in by_step]).as_share()
-        low, high = one.mean if one.low is None else one.low, one.mean if one.high is None else one.high
-        points.append(HeldOut(step, one.mean, low, high, None, by_step[0][step].num_prompts))
-    return points
-
-
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.6g}")
 
 
 def _words(runs: Sequence[ComparedRun], groups: Sequence[Sequence[ComparedRun]]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ def mean_of_seeds(values: Sequence[float]) -> Estimate:
     return Estimate(mean, mean - half, mean + half)
 
 
+@functools.cache  # the same few values for every step of a curve
 def t_quantile(degrees: int, level: float = _LEVEL) -> float:
     """Student's t: `level` of the distribution lies within plus and minus this value.
 

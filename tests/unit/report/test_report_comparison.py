@@ -15,7 +15,8 @@ from treadle import cli
 from treadle.config.load import load_run, save_run
 from treadle.errors import ConfigError
 from treadle.launch.dash_command import open_start_page
-from treadle.report.comparison import Comparison, compare_folders, estimates_by_step
+from treadle.report.comparison import Comparison, compare_folders
+from treadle.report.comparison_curves import estimates_by_step
 from treadle.report.comparison_output import render_comparison, text_of
 from treadle.report.statistics import mcnemar_p, mean_of_seeds, t_quantile
 
@@ -60,7 +61,8 @@ def test_runs_that_differ_only_by_seed_are_grouped(seeded: list[Path]) -> None:
     comparison = compare_folders(seeded)
     assert [group.runs for group in comparison.groups] == [(1, 2, 3), (4, 5, 6)]
     slow = comparison.groups[0]
-    assert slow.name == "slow-1 and 2 other seeds"
+    assert slow.name == "run 1, 2, 3: train.lr 1e-06"
+    assert compare_folders(seeded[:2]).groups[0].name == "run 1, 2: slow-1 and 1 other seed"
     assert slow.after == mean_of_seeds([1 / 8, 2 / 8, 3 / 8]).as_share()
     assert slow.final_reward is not None
     assert slow.final_reward.mean == pytest.approx(0.1 * 2 * 2.5)  # four steps: 0.1 * seed * (1 + 2 + 3 + 4) / 4
