@@ -22,6 +22,7 @@ import treadle.launch.dash_command
 import treadle.launch.folder
 import treadle.launch.matrix
 import treadle.launch.top
+import treadle.report.comparison_output
 import treadle.report.page
 import treadle.router.process
 import treadle.train
@@ -49,7 +50,8 @@ _STARTS = (
     (treadle.launch.folder, "newest_run"), (treadle.export, "export_merged"), (treadle.export, "export_gguf"),
     (treadle.export, "push"), (treadle.launch.chat_command, "talk"),
     (treadle.launch.top, "watch_run"), (treadle.launch.dash_command, "show_page"),
-    (treadle.report.page, "write_report"), (treadle.doctor.command, "diagnose"),
+    (treadle.report.page, "write_report"), (treadle.report.comparison_output, "write_comparison"),
+    (treadle.doctor.command, "diagnose"),
     (treadle.budget.command, "plan_memory"), (treadle.launch.matrix, "resume_matrix"),
 )  # fmt: skip
 _VERBS = frozenset(
@@ -68,6 +70,7 @@ _VERBS = frozenset(
         "export",
         "doctor",
         "report",
+        "compare",
         "token",
     )
 )

@@ -1,4 +1,4 @@
-"""Write the folder of a run that learned in fifty steps, with evaluations before and after."""
+"""Write the folder of a run that learned, with evaluations before and after."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from treadle.config import RunConfig, load_run
+from treadle.config import RunConfig, load_run, save_run
 from treadle.report.history import History, reader_of
+from treadle.report.summary import Outcome, save_summary, summarize
 from treadle.track.files import HEALTH_FILE, HealthFile
 
 
@@ -72,6 +73,28 @@ def write_run(folder: Path, *, num_steps: int = 50, is_evaluated: bool = True) -
             "env.data_dir_to_save_evals": folder / "evals",
         },
     )
+
+
+def write_finished(
+    folder: Path, right: str, *, seed: int = 1, reward: float = 0.8, num_steps: int = 4, **settings: Any
+) -> Path:
+    """A run with a summary: of the held-out prompts "a" to "h" it had "a" right before training and `right` after it.
+
+    `reward` is that of the first step; step n has n times that.
+    """
+    (folder / "evals").mkdir(parents=True)
+    lines = [json.dumps(step_values(step, num_steps) | {"reward": reward * step}) for step in range(1, num_steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    for step, found in ((0, "a"), (num_steps, right)):
+        values = evaluation(step, {prompt: prompt in found for prompt in "abcdefgh"}, len(found) / 8)
+        (folder / "evals" / f"step-{step}.json").write_text(json.dumps(values))
+    own = {"train.metrics_file": folder / "metrics.jsonl", "hub.port": 8000 + seed}
+    config = load_run(None, {"steps": num_steps, "seed": seed, **own, **settings})
+    save_run(config, folder / "config.json", derived={"train.metrics_file"})
+    (folder / "request.json").write_text("{}")
+    outcome = Outcome(True, 60.0 * seed, 5_000_000_000, {"trainer": 5_000_000_000})
+    save_summary(summarize(config, folder, history_of(config, folder), outcome), folder)
+    return folder
 
 
 def history_of(config: RunConfig, folder: Path) -> History:

@@ -38,6 +38,7 @@ VERBS = {
     "export": "write the result of a run as a model folder or a GGUF file, or push it to the Hugging Face Hub",
     "doctor": "check this machine or a live run, and say what is wrong and how to fix it",
     "report": "write what a run achieved into one HTML file",
+    "compare": "put runs side by side: figures, settings and answers that differ, curves over seeds",
     "token": "print the token of a role, for clients of a hub or an engine that asks for one",
 }
 
@@ -316,6 +317,19 @@ def _report(words: list[str]) -> int:
     return write_report(values.run, values.out)
 
 
+def _compare(words: list[str]) -> int:
+    parser = _parser("compare", "Put runs side by side; those that differ only by seed are grouped.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of two runs or more")
+    out_help = "page with the curves; absent: comparison.html beside the first run"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=out_help)
+    json_help = "one JSON object, for programs; the page is written only with --out"
+    parser.add_argument("--json", action="store_true", help=json_help)
+    values = parser.parse_args(words)
+    from treadle.report.comparison_output import write_comparison
+
+    return write_comparison(values.runs, values.out, is_json=values.json)
+
+
 def _export(words: list[str]) -> int:
     parser = _parser("export", "Write what a run has trained, adapters merged in.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a finished run, of an adapter, or of a model")
@@ -361,7 +375,7 @@ _HANDLERS: dict[str, Callable[[list[str]], int]] = {
     "run": _run, "matrix": _matrix, "plan": _plan,
     "hub": _hub, "engine": _engine, "router": _router, "env": _env, "train": _train,
     "chat": _chat, "export": _export, "dash": _dash, "top": _top,
-    "doctor": _doctor, "report": _report, "token": _token,
+    "doctor": _doctor, "report": _report, "compare": _compare, "token": _token,
 }  # fmt: skip
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from bench.page_history import write_run
-from tests.written_run import evaluation, write_health
+from tests.written_run import evaluation, write_finished, write_health
 from treadle.dash.export import write_export
 from treadle.envs.group_file import Verdict, WrittenGroup
 from treadle.envs.group_writer import page_answers
+from treadle.report.comparison_output import write_comparison
 from treadle.report.page import NUM_GROUPS, write_report
 
 NUM_STEPS = 40
@@ -142,3 +143,28 @@ def test_a_file_of_groups_can_be_filtered_searched_and_opened(opened: Opened, gr
     page.screenshot(path=pictures / f"groups-group-{size}.png")
     assert opened.problems == []
     assert opened.requests == [groups.as_uri()]
+
+
+def test_a_comparison_shows_a_curve_with_a_band_for_each_group(tmp_path: Path, opened: Opened, pictures: Path):
+    folders = [
+        write_finished(tmp_path / f"{name}-{seed}", right[:seed], seed=seed, reward=0.1 * seed, **{"train.lr": lr})
+        for name, right, lr in (("slow", "abcd", 1e-6), ("fast", "bcde", 1e-5))
+        for seed in (1, 2, 3)
+    ]
+    assert write_comparison(folders, None, is_json=False) == 0
+    page = opened.open(tmp_path / "comparison.html")
+    page.locator(".chart[data-title='Held-out accuracy'] canvas").wait_for()
+    reward = page.locator(".chart[data-title='Reward (mean score)']")
+    assert reward.locator(".u-legend .line").all_inner_texts() != []
+    assert reward.locator(".u-legend .edge").count() == 4, "two edges of a band for each group"
+    page.fill("#smoothing", "0")
+    page.check("#log")
+    page.click("#zoom-out")
+    page.click("#theme")
+    page.click("#answers summary >> nth=0")
+    assert page.locator("#figures tbody tr").count() == 9, "six runs, two means, one setting"
+    assert page.locator("#answers .example").count() > 0
+    page.screenshot(path=pictures / f"comparison-{page.viewport_size['width']}.png", full_page=True)
+    assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]
+    assert opened.problems == []
+    assert all(url.startswith("file:") for url in opened.requests)

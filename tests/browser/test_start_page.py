@@ -66,6 +66,13 @@ def test_the_start_page_lists_the_runs_and_a_click_opens_one(browser: Any, url: 
     assert {row[4] for row in rows} == {"qwen-tuned"}
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.screenshot(path=pictures / "start.png")
+    for name in (NEWEST, OLDEST):
+        page.check(f"#runs tr:has-text('{name}') input")
+    page.click("#compare-picked")
+    page.wait_for_selector("html[data-drawn=yes]")
+    assert page.locator(".chart canvas").count() > 0
+    page.click("#all-runs")
+    page.wait_for_selector("#runs tbody tr")
     page.click(f"#runs tr:has-text('{OLDEST}') a")
     page.wait_for_selector("html[data-drawn=yes]")
     page.wait_for_selector("#connection.complete")

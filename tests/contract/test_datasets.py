@@ -91,10 +91,17 @@ def run_with_library(code: str, folder: Path, *words: str) -> list[Any]:
 def test_a_dataset_by_its_id_is_read_from_the_cache_and_from_folders(tmp_path: Path) -> None:
     need_atroposlib()
     run_with_library(MAKE, tmp_path)
-    by_id, part, cut, saved, cloned, one_file, no_split, no_column = run_with_library(
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "lines.jsonl").write_text("".join(f'{{"question": "{n} + 2?", "answer": {n + 2}}}\n' for n in range(10)))
+    (folder / "table.csv").write_text("question,answer\n" + "".join(f"{n} + 3?,{n + 3}\n" for n in range(10)))
+    parquet = tmp_path / "repository" / "socratic" / "train-00000-of-00001.parquet"
+    sources = f"openai/gsm8k:main:3,{folder / 'lines.jsonl'}:1,{folder / 'table.csv'}:1,{parquet}:1"
+    mix, by_id, part, cut, saved, cloned, one_file, no_split, no_column = run_with_library(
         READ,
         tmp_path,
         json.dumps([
+            COLUMNS | {"data": sources},
             COLUMNS | {"data": "openai/gsm8k"},
             COLUMNS | {"data": "openai/gsm8k:socratic"},
             COLUMNS | {"data": "openai/gsm8k", "data_split": "train[10:20]", "eval_split": "test[:2]"},
@@ -105,6 +112,7 @@ def test_a_dataset_by_its_id_is_read_from_the_cache_and_from_folders(tmp_path: P
             {"name": "gsm8k", "data": "openai/gsm8k"},
         ]),
     )  # fmt: skip
+    assert mix[:2] == [34 + 9 + 9 + 36, 6 + 1 + 1 + 4], "an id, JSONL, CSV and Parquet in one mix"
     # The six rows of the test split ask what the first rows of the training split ask: those are not trained on.
     assert by_id == [34, 6, "main: what is 9 + 9?", "18"], "of several parts, main is the one"
     assert part == [34, 6, "socratic: what is 9 + 9?", "18"]

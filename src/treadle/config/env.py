@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,6 +34,73 @@ def parse_object(value: Any) -> Any:
     if not isinstance(parsed, dict):
         raise ValueError(f"--env.args is no JSON object: {value}\n  -> {example}")
     return parsed
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """Where rows come from, and how much of what is drawn comes from there: "3" of "3" + "1"."""
+
+    name: str
+    weight: str = "1"
+
+
+def join_sources(value: Any) -> Any:
+    """["a.jsonl:3", "b.jsonl"] -> "a.jsonl:3,b.jsonl"."""
+    is_list = isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
+    return ",".join(value) if is_list else value
+
+
+def parse_sources(text: str) -> tuple[DataSource, ...]:
+    """The data sources of `--env.data`. One alone has no weight: the colon belongs to its name.
+
+    >>> parse_sources("gsm8k.jsonl:3,openai/gsm8k:main:1")
+    (DataSource(name='gsm8k.jsonl', weight='3'), DataSource(name='openai/gsm8k:main', weight='1'))
+    >>> parse_sources("openai/gsm8k:2")
+    (DataSource(name='openai/gsm8k:2', weight='1'),)
+    """
+    entries = [entry.strip() for entry in text.split(",")]
+    if len(entries) == 1:
+        return (DataSource(text),)
+    found = [_name_and_weight(entry) for entry in entries]
+    return tuple(DataSource(name, weight or "1") for name, weight in found)
+
+
+def check_sources(text: str) -> str:
+    sources = parse_sources(text)
+    names = [source.name for source in sources]
+    problem = ""
+    if len(names) > 1 and not all(names):
+        problem = "names no source in one place"
+    elif len(set(names)) < len(names):
+        problem = f"names {next(name for name in names if names.count(name) > 1)} twice"
+    elif unusable := next((source for source in sources if not 0 < float(source.weight) < math.inf), None):
+        problem = f"gives {unusable.name} the weight {unusable.weight}, and weights are above 0"
+    if problem:
+        raise ValueError(f"'{text}' {problem}\n  -> write for example gsm8k.jsonl:3,countdown.jsonl:1")
+    return text
+
+
+def labels_of_sources(sources: Sequence[DataSource]) -> tuple[str, ...]:
+    """A short name for each source, as metrics use it.
+
+    >>> labels_of_sources([DataSource("data/gsm8k.jsonl"), DataSource("HuggingFaceH4/MATH-500:default")])
+    ('gsm8k', 'MATH-500')
+    """
+    short = [_short_name(source.name, 1) for source in sources]
+    with_folder = [_short_name(source.name, 2) for source in sources]
+    labels = [long if short.count(name) > 1 else name for name, long in zip(short, with_folder, strict=True)]
+    return tuple(f"{label}-{n}" if labels.count(label) > 1 else label for n, label in enumerate(labels, start=1))
+
+
+def _short_name(name: str, num_parts: int) -> str:
+    parts = [part for part in name.rstrip("/").split("/") if part]
+    last = parts[-1].partition(":")[0]
+    for suffix in (".jsonl", ".json", ".csv", ".parquet"):
+        last = last.removesuffix(suffix)
+    return folder_of("-".join([*parts[-num_parts:-1], last]))
+
+
+Sources = Annotated[str, BeforeValidator(join_sources), AfterValidator(check_sources)]
 
 
 def check_columns(pairs: tuple[str, ...]) -> tuple[str, ...]:
@@ -93,10 +162,10 @@ class ServerConfig(Section):
 class DataOptions(Section):
     """Data of a task. The check "settings" of `treadle env NAME validate` lists the settings that the task reads."""
 
-    data: str = option(
+    data: Sources = option(
         "",
         "training rows: a JSONL, JSON, CSV or Parquet file, a folder of them, or the id of a dataset (openai/gsm8k, "
-        "openai/gsm8k:main)",
+        "openai/gsm8k:main); several with weights: gsm8k.jsonl:3,countdown.jsonl:1",
     )
     data_split: str = option(
         "", "split of a dataset or folder to train on; of a dataset also a part: train[:500]; empty: train"
@@ -104,7 +173,11 @@ class DataOptions(Section):
     data_columns: Annotated[Names, AfterValidator(check_columns)] = option(
         (), "rename columns of the data: NAME=COLUMN gives COLUMN the name NAME (question=problem answer=solution)"
     )
-    eval_data: str = option("", "held-out rows; empty: the dataset's test split, or some rows of the training data")
+    eval_data: Sources = option(
+        "",
+        "held-out rows, of several sources one for each in the same order; empty: the dataset's test split, or some "
+        "rows of the training data",
+    )
     eval_split: str = option(
         "", "split of a dataset or folder to hold out; empty: the first of test, eval, validation, valid, val, dev"
     )

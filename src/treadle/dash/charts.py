@@ -205,16 +205,17 @@ CHARTS = (
 
 
 def charts_of(run: RunFolder | None) -> tuple[Chart, ...]:
-    """The charts of the page: those that the run has metrics for; with several environments also the held-out accuracy
-    of each."""
+    """The charts of the page: those that the run has metrics for; with several environments or data sources also the
+    held-out accuracy of each."""
     settings = run.config().get("train") if run is not None else None
     has_teacher = isinstance(settings, dict) and bool(settings.get("distill_coef"))
     charts = tuple(chart for chart in CHARTS if has_teacher or chart is not DISTANCE_FROM_TEACHER)
     envs = tuple(run.held_out_by_env()) if run is not None else ()
     if not envs:
         return charts
-    note = "Held-out accuracy of each environment."
-    by_env = Chart(title="Held-out accuracy by environment", names=(), labels=(), note=note, held_out_envs=envs)
+    kind = "environment" if run is not None and run.config().get("envs") else "data source"
+    title, note = f"Held-out accuracy by {kind}", f"Held-out accuracy of each {kind}."
+    by_env = Chart(title=title, names=(), labels=(), note=note, held_out_envs=envs)
     return (charts[0], by_env, *charts[1:])
 
 

@@ -36,10 +36,11 @@ def write_export(file: Path, title: str, answers: Mapping[str, Any]) -> None:
     unfinished.replace(file)
 
 
-def export_page(title: str, answers: Mapping[str, Any]) -> str:
-    """`answers`: `tabs` (the views to show), `kind` ("report" or "groups"), and the JSON answer of each route."""
+def export_page(title: str, answers: Mapping[str, Any], *, index: str = INDEX, entry: str = ENTRY_MODULE) -> str:
+    """`answers`: `kind` ("report", "groups" or "comparison"), the JSON answer of each route, and for the page of a run
+    `tabs`, the views to show. `index`: the page; `entry`: its first module."""
     styles = _read("vendor", "uPlot.min.css") + _read("page", "style.css")
-    scripts = {"text/javascript": _read("vendor", "uPlot.iife.min.js"), "module": _bundle(ENTRY_MODULE)}
+    scripts = {"text/javascript": _read("vendor", "uPlot.iife.min.js"), "module": _bundle(entry)}
     hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts.values())
     policy = (
         f"default-src 'none'; script-src {hashes}; style-src 'sha256-{_digest(styles)}'; base-uri 'none'; "
@@ -49,14 +50,15 @@ def export_page(title: str, answers: Mapping[str, Any]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f"<title>{html.escape(title)}</title>\n<style>{styles}</style>\n"
     )
-    summary = html.escape(" ".join(answers.get("report", answers["now"])["words"]))
+    told = next(answers[name] for name in ("comparison", "report", "now") if name in answers)
+    summary = html.escape(" ".join(told["words"]))
     body = (
         f"<noscript><p>{summary} This page needs JavaScript; it loads nothing from anywhere.</p></noscript>\n"
         f'<script type="application/json" id="exported">{embedded(answers)}</script>\n'
         f"<!-- Charts: uPlot\n{_read('vendor', 'uPlot.LICENSE')}-->\n"
         + "".join(f'<script type="{kind}">{script}</script>\n' for kind, script in scripts.items())
     )
-    page = _LINKED.sub("", _read("page", INDEX))
+    page = _LINKED.sub("", _read("page", index))
     before, _, rest = page.partition("<title>Treadle</title>\n")
     middle, _, end = rest.rpartition("</body>")
     return f"{before}{head}{middle}{body}</body>{end}"

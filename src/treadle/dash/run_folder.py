@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from treadle.config.env import labels_of_sources, parse_sources
 from treadle.config.load import merge_derived
 from treadle.track.files import HEALTH_FILE, TOKENS_FOLDER, HealthFile, TokenFiles
 from treadle.track.plot import HeldOutPoint, pooled
@@ -133,6 +134,9 @@ class HeldOut(msgspec.Struct, frozen=True):
     num_prompts: int = 1
 
 
+Measured = tuple[HeldOut, dict[str, HeldOut]]  # an evaluation, and its parts by data source
+
+
 class RunFolder:
     """`RunFolder(Path("runs/20260102-030405-arithmetic"))`; a missing folder counts as empty."""
 
@@ -142,7 +146,7 @@ class RunFolder:
         self.tokens = TokenFiles(path / TOKENS_FOLDER)
         self._health = HealthFile(path / HEALTH_FILE)
         self._health_lock = threading.Lock()
-        self._held_out: dict[Path, tuple[int, HeldOut | None]] = {}
+        self._held_out: dict[Path, tuple[int, Measured | None]] = {}
 
     @property
     def name(self) -> str:
@@ -158,26 +162,36 @@ class RunFolder:
 
     def held_out(self) -> list[HeldOut]:
         """The evaluations; several environments are pooled at the steps that all of them were evaluated at."""
-        by_env = self.held_out_by_env()
+        by_env = self._held_out_by_table()
         if not by_env:
-            return self._held_out_in(self.path / "evals")
+            return [whole for whole, _ in self._held_out_in(self.path / "evals")]
         common = set.intersection(*({one.step for one in found} for found in by_env.values()))
         return [
             _pool([one for found in by_env.values() for one in found if one.step == step]) for step in sorted(common)
         ]
 
     def held_out_by_env(self) -> dict[str, list[HeldOut]]:
-        """Evaluations by name of the environment; empty for a run with one environment."""
+        """Evaluations by name of the environment, or by data source of the only one; empty if there is one of each."""
+        by_env = self._held_out_by_table()
+        if not by_env:
+            by_env = {source: [] for source in sources_of(self.config())}
+            for _, parts in self._held_out_in(self.path / "evals"):
+                for source, part in parts.items():
+                    by_env.setdefault(source, []).append(part)
+        return by_env
+
+    def _held_out_by_table(self) -> dict[str, list[HeldOut]]:
         tables = [table for table in self.config().get("envs") or [] if isinstance(table, dict)]
         measured = [table for table in tables if table.get("num_eval") and table.get("data_dir_to_save_evals")]
         return {
-            str(table.get("wandb_name") or table.get("name")): self._held_out_in(
-                self.path / "evals" / Path(str(table["data_dir_to_save_evals"])).name
-            )
+            str(table.get("wandb_name") or table.get("name")): [
+                whole
+                for whole, _ in self._held_out_in(self.path / "evals" / Path(str(table["data_dir_to_save_evals"])).name)
+            ]
             for table in measured
         }
 
-    def _held_out_in(self, folder: Path) -> list[HeldOut]:
+    def _held_out_in(self, folder: Path) -> list[Measured]:
         found = []
         for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
             try:
@@ -189,7 +203,7 @@ class RunFolder:
                 known = self._held_out[path] = (written, _read_held_out(path))
             if known[1] is not None:
                 found.append(known[1])
-        return sorted(found, key=lambda one: one.step)
+        return sorted(found, key=lambda one: one[0].step)
 
     def health(self, since_step: int) -> list[str]:
         """The trainer's health warnings after `since_step`; older ones that were not repeated no longer apply."""
@@ -257,6 +271,13 @@ def env_tables(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [table for table in tables if isinstance(table, dict)]
 
 
+def sources_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the data sources of the only environment, if there are several."""
+    data = [table.get("data") for table in env_tables(config)]
+    sources = parse_sources(data[0]) if len(data) == 1 and isinstance(data[0], str) else ()
+    return labels_of_sources(sources) if len(sources) > 1 else ()
+
+
 def task_of(config: Mapping[str, Any]) -> str:
     """`"gsm8k + arithmetic/addition"`; "" if no environment is named."""
     names = ("/".join(str(table[key]) for key in ("name", "task") if table.get(key)) for table in env_tables(config))
@@ -280,14 +301,18 @@ def _pool(parts: list[HeldOut]) -> HeldOut:
     return HeldOut(point.step, point.accuracy, point.low, point.high, mean, num_prompts)
 
 
-def _read_held_out(path: Path) -> HeldOut | None:
+def _read_held_out(path: Path) -> Measured | None:
     values: Mapping[str, Any] = read_object(path)
     try:
-        accuracy = float(values["accuracy"])
-        low, high = values.get("interval_95") or (accuracy, accuracy)
-        mean = values.get("mean_score")
-        score = None if mean is None else float(mean)
-        num_prompts = int(values.get("num_prompts") or 1)
-        return HeldOut(int(values["step"]), accuracy, float(low), float(high), score, num_prompts)
-    except (KeyError, TypeError, ValueError, OverflowError):
+        step, parts = int(values["step"]), values.get("by_source") or {}
+        return _figures_of(values, step), {str(source): _figures_of(part, step) for source, part in parts.items()}
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return None
+
+
+def _figures_of(values: Mapping[str, Any], step: int) -> HeldOut:
+    accuracy = float(values["accuracy"])
+    low, high = values.get("interval_95") or (accuracy, accuracy)
+    mean = values.get("mean_score")
+    score = None if mean is None else float(mean)
+    return HeldOut(step, accuracy, float(low), float(high), score, int(values.get("num_prompts") or 1))

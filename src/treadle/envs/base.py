@@ -79,6 +79,7 @@ class Item:
     answer: str
     metadata: Mapping[str, Any] = field(default_factory=dict)  # passed to rewards
     is_chat: bool = True  # False: the messages were made of one text; reward functions that take lists get that text
+    source: str = ""  # the data source that it comes from, if there are several
 
     @classmethod
     def ask(cls, question: str, *, answer: str | float, system: str = "", **metadata: Any) -> Self:
@@ -145,11 +146,24 @@ class Environment(ABC):
 
     def train_item(self, index: int) -> Item:
         """The prompt with this index. Indices are unbounded: each epoch uses all items in its own order."""
-        items = self.listed_items()
-        epoch, place = divmod(index, len(items))
+        return self.listed_items()[self.place_of(index)]
+
+    def place_of(self, index: int) -> int:
+        """The place in `train_items` of the item with this index."""
+        num_items = len(self.listed_items())
+        epoch, turn = divmod(index, num_items)
         if epoch not in self._orders:
-            self._orders = {epoch: stable_shuffle(range(len(items)), "order", self.config.seed, epoch)}
-        return items[self._orders[epoch][place]]
+            self._orders = {epoch: stable_shuffle(range(num_items), "order", self.config.seed, epoch)}
+        return self._orders[epoch][turn]
+
+    def candidate(self, index: int, number: int) -> int:
+        """The index of an item that may be taken instead of this one; `number` chooses it."""
+        return number % len(self.listed_items())
+
+    @property
+    def sources(self) -> Sequence[str]:
+        """The names of the data sources, if there are several: figures are kept for each."""
+        return ()
 
     def listed_items(self) -> Sequence[Item]:
         """`train_items`, called once; ConfigError if there are none."""

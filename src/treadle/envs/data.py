@@ -1,4 +1,4 @@
-"""Load tasks from rows: of a file, a folder of files, or a dataset by name.
+"""Load tasks from rows: of a file, a folder of files, a dataset by name, or several of them (envs/mix.py).
 
     class Trivia(DataEnvironment):
         rewards = ["exact_match"]
@@ -17,14 +17,16 @@ import importlib
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from treadle.config.env import EnvConfig
+from treadle.config.env import EnvConfig, labels_of_sources, parse_sources
 from treadle.envs.base import Environment, Item, stable_seed, stable_shuffle
+from treadle.envs.mix import Mix, in_turn, whole_weights
 from treadle.envs.rows import SUFFIXES, BrokenRow, Row, RowError, parse_rows
 from treadle.errors import ConfigError, MissingExtra, require
+from treadle.formatting import counted
 from treadle.log import get_logger
 
 log = get_logger("env")
@@ -51,6 +53,7 @@ class Data:
     held_out: Sequence[Item]
     broken: Sequence[BrokenRow] = ()
     num_kept_apart: int = 0  # training rows with the question of a held-out row
+    mix: Mix | None = None  # of several sources, whose items follow each other in `train`
 
 
 class DataEnvironment(Environment):
@@ -84,42 +87,102 @@ class DataEnvironment(Environment):
         return self.data.train
 
     def eval_items(self) -> Sequence[Item]:
+        """Of several sources one of each in turn."""
         return self.data.held_out
+
+    def place_of(self, index: int) -> int:
+        return super().place_of(index) if self.data.mix is None else self.data.mix.place_of(index)
+
+    def candidate(self, index: int, number: int) -> int:
+        return super().candidate(index, number) if self.data.mix is None else self.data.mix.index_like(index, number)
+
+    @property
+    def sources(self) -> Sequence[str]:
+        return () if self.data.mix is None else self.data.mix.names
 
 
 def load_data(config: EnvConfig, to_item: Callable[[Row], Item], dataset: str = "") -> Data:
     """Load the rows of `config.data` and `config.eval_data` as items."""
-    name = config.data or dataset
-    if not name:
+    if not (config.data or dataset):
         raise ConfigError(
             f"the environment '{config.name}' needs data", fix="pass --env.data FILE (JSONL, JSON, CSV or Parquet)"
         )
-    to_item = _with_columns(to_item, config.data_columns)
-    splits = read_splits(name, split=config.data_split, held_out_split="" if config.eval_data else config.eval_split)
+    sources = parse_sources(config.data or dataset)
+    is_mix = len(sources) > 1
+    given = [source.name for source in parse_sources(config.eval_data)] if config.eval_data else [""] * len(sources)
+    if len(given) != len(sources):
+        raise ConfigError(
+            f"--env.eval-data names {counted(len(given), 'source')}, and --env.data {len(sources)}",
+            fix="name one for each, in the same order, or none: each source then holds out its own",
+        )
+    to_item = _with_columns(to_item, config.data_columns, is_mix=is_mix)
+    parts = [
+        _load_source(config, source.name, eval_name, to_item) for source, eval_name in zip(sources, given, strict=True)
+    ]
+    labels = labels_of_sources(sources) if is_mix else ("",)
+    parts = [_labelled(part, label) for part, label in zip(parts, labels, strict=True)]
+    asked = {question_of(item) for part in parts for item in part.held_out}
+    num_kept_apart = 0
+    for place, part in enumerate(parts):
+        kept = [item for item in part.train if question_of(item) not in asked]
+        if not kept:
+            problem = f"{sources[place].name} has nothing to train on: its rows are all held out"
+            raise ConfigError(problem, fix="give more rows")
+        num_kept_apart += len(part.train) - len(kept) - part.num_set_aside
+        parts[place] = replace(part, train=kept)
+        log.info(
+            "data",
+            source=sources[place].name,
+            train=len(kept),
+            held_out=len(part.held_out),
+            broken=len(part.broken),
+            apart=len(part.train) - len(kept) - part.num_set_aside,
+        )
+    mix = None
+    if is_mix:
+        mix = Mix(labels, whole_weights(sources), tuple(len(part.train) for part in parts), config.seed)
+    # The first held-out ones may all be of one kind.
+    held_out = [stable_shuffle(part.held_out, "held-out order") for part in parts]
+    remaining = list(map(iter, held_out))
+    return Data(
+        train=[item for part in parts for item in part.train],
+        held_out=[next(remaining[number]) for number in in_turn(held_out)],
+        broken=[row for part in parts for row in part.broken],
+        num_kept_apart=num_kept_apart,
+        mix=mix,
+    )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one source gives; `num_set_aside`: held-out items that are among the training ones too."""
+
+    train: Sequence[Item]
+    held_out: Sequence[Item]
+    broken: Sequence[BrokenRow]
+    num_set_aside: int = 0
+
+
+def _load_source(config: EnvConfig, name: str, eval_name: str, to_item: Callable[[Row], Item]) -> _Part:
+    splits = read_splits(name, split=config.data_split, held_out_split="" if eval_name else config.eval_split)
     train, broken = _to_items(splits.train, to_item, name)
-    if config.eval_data:
-        given = read_splits(config.eval_data, split=config.eval_split)
+    if eval_name:
+        given = read_splits(eval_name, split=config.eval_split)
         asked_for = given.train if config.eval_split else given.held_out or given.train
-        held_out, also_broken = _to_items(asked_for, to_item, config.eval_data)
+        held_out, also_broken = _to_items(asked_for, to_item, eval_name)
     elif splits.held_out:
         held_out, also_broken = _to_items(splits.held_out, to_item, name)
     else:
-        held_out, also_broken = hold_out(train), []
-    num_set_aside = 0 if config.eval_data or splits.held_out else len(held_out)
-    asked = {question_of(item) for item in held_out}
-    kept = [item for item in train if question_of(item) not in asked]
-    if not kept:
-        raise ConfigError(f"{name} has nothing to train on: its rows are all held out", fix="give more rows")
-    data = Data(
-        train=kept,
-        held_out=stable_shuffle(held_out, "held-out order"),  # the first ones may all be of one kind
-        broken=[*broken, *also_broken],
-        num_kept_apart=len(train) - len(kept) - num_set_aside,
-    )
-    log.info(
-        "data", source=name, train=len(kept), held_out=len(held_out), broken=len(data.broken), apart=data.num_kept_apart
-    )
-    return data
+        held_out = hold_out(train)
+        return _Part(train, held_out, broken, num_set_aside=len(held_out))
+    return _Part(train, held_out, [*broken, *also_broken])
+
+
+def _labelled(part: _Part, label: str) -> _Part:
+    if not label:
+        return part
+    train, held_out = ([replace(item, source=label) for item in items] for items in (part.train, part.held_out))
+    return replace(part, train=train, held_out=held_out)
 
 
 def hold_out(items: Sequence[Item]) -> list[Item]:
@@ -285,18 +348,22 @@ def _cached(dataset: str, part: str | None) -> Any:
     return found
 
 
-def _with_columns(to_item: Callable[[Row], Item], pairs: Sequence[str]) -> Callable[[Row], Item]:
-    """`to_item` with renamed columns; `pairs` are ("question=problem", "answer=solution")."""
-    columns = dict(pair.split("=", 1) for pair in pairs)
+def _with_columns(to_item: Callable[[Row], Item], pairs: Sequence[str], *, is_mix: bool) -> Callable[[Row], Item]:
+    """`to_item` with renamed columns; `pairs` are ("question=problem", "answer=solution").
+
+    Of several sources, a pair is for those that have its column.
+    """
+    wanted = dict(pair.split("=", 1) for pair in pairs)
 
     def renamed(row: Row) -> Item:
-        missing = [column for column in columns.values() if row.has(column) is None]
-        if missing:
+        missing = [column for column in wanted.values() if row.has(column) is None]
+        if missing and not is_mix:
             raise RowError(row.lacks(*missing), fix="check --env.data-columns NAME=COLUMN")
+        columns = {name: column for name, column in wanted.items() if column not in missing}
         own = {name: value for name, value in row.fields.items() if name not in columns.values()}
         return to_item(Row({**own, **{name: row.fields[column] for name, column in columns.items()}}, row.place))
 
-    return renamed if columns else to_item
+    return renamed if wanted else to_item
 
 
 def _to_items(

@@ -7,7 +7,6 @@ that could not be scored count as wrong, and are also counted separately.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import time
 from collections import Counter
@@ -15,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, variance
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -23,6 +22,7 @@ import msgspec
 from treadle.config.env import EnvConfig
 from treadle.envs.base import Item, stable_seed
 from treadle.envs.chat import RolloutSampling
+from treadle.envs.eval_statistics import pass_at_k, pass_interval, worthwhile_ks
 from treadle.envs.rollout import (
     ROLLOUTS_AT_ONCE,
     EnvContext,
@@ -37,8 +37,6 @@ from treadle.envs.scoring import none_scored
 from treadle.errors import ConfigError
 from treadle.wire.generate import MIN_TEMPERATURE
 
-_Z_95 = 1.959963984540054  # 95 % of a normal distribution lies within this many standard deviations of its mean
-
 
 class EvalSample(msgspec.Struct, kw_only=True):
     """One answer; answers to the same prompt are consecutive."""
@@ -52,6 +50,17 @@ class EvalSample(msgspec.Struct, kw_only=True):
     reward: float | None = None  # None: it could not be scored, and `error` says why
     outcome: str = "scored"
     error: str = ""
+    source: str = ""  # the data source of the prompt, if there are several
+
+
+class SourceResult(msgspec.Struct, kw_only=True):
+    """The part of an evaluation that comes from one data source."""
+
+    num_prompts: int
+    num_right: int
+    accuracy: float
+    interval_95: tuple[float, float]
+    mean_score: float | None = None
 
 
 class EvalResult(msgspec.Struct, kw_only=True):
@@ -73,6 +82,7 @@ class EvalResult(msgspec.Struct, kw_only=True):
     generation_params: dict[str, Any]
     mean_completion_tokens: float
     seconds: float
+    by_source: dict[str, SourceResult] = {}  # of several data sources
     samples: list[EvalSample]
 
 
@@ -195,6 +205,7 @@ def summarize(
     }
     shares = {str(k): fmean(values) if values else 0.0 for k, values in chances.items()}
     intervals = {str(k): pass_interval(values, config.eval_samples / k) for k, values in chances.items()}
+    sources = dict.fromkeys(item.source for item in items if item.source)
     return EvalResult(
         env=config.name,
         task=config.task_name,
@@ -218,16 +229,28 @@ def summarize(
         },
         mean_completion_tokens=sum(rollout.num_sampled for rollout in everything) / max(len(everything), 1),
         seconds=seconds,
+        by_source={
+            source: _of_source([own for item, own in zip(items, answers, strict=True) if item.source == source])
+            for source in sources
+        },
         samples=[
             _as_sample(item, rollout) for item, rollouts in zip(items, answers, strict=True) for rollout in rollouts
         ],
     )
 
 
-def worthwhile_ks(num_answers: int) -> list[int]:
-    """The k of pass@k to report: powers of 2 and the number of answers: `worthwhile_ks(6) == [1, 2, 4, 6]`."""
-    powers = [2**i for i in range(num_answers.bit_length())]
-    return sorted({*powers, num_answers})
+def _of_source(answers: Sequence[Sequence[Rollout]]) -> SourceResult:
+    """Of the answers to each prompt of one source."""
+    rights = [[rollout.score.is_right for rollout in rollouts] for rollouts in answers]
+    scores = [one.score.reward for rollouts in answers for one in rollouts if one.score.reward is not None]
+    chances = [fmean(right) for right in rights if right]
+    return SourceResult(
+        num_prompts=len(answers),
+        num_right=sum(map(sum, rights)),
+        accuracy=fmean(chances) if chances else 0.0,
+        interval_95=pass_interval(chances, len(rights[0])),
+        mean_score=fmean(scores) if scores else None,
+    )
 
 
 def _as_sample(item: Item, rollout: Rollout) -> EvalSample:
@@ -241,6 +264,7 @@ def _as_sample(item: Item, rollout: Rollout) -> EvalSample:
         reward=rollout.score.reward,
         outcome=rollout.score.outcome,
         error=rollout.score.error,
+        source=item.source,
     )
 
 
@@ -265,6 +289,12 @@ def save_result(result: EvalResult, folder: Path) -> Path:
 def eval_metrics(result: EvalResult) -> dict[str, float]:
     """The metrics of an evaluation, with Atropos' names if it has them."""
     low, high = result.interval_95
+    of_sources: dict[str, float] = {}
+    for source, own in result.by_source.items():
+        own_low, own_high = own.interval_95
+        shown = {"percent_correct": own.accuracy, "percent_correct_low": own_low, "percent_correct_high": own_high}
+        shown |= {} if own.mean_score is None else {"mean_score": own.mean_score}
+        of_sources |= {f"eval/source/{source}/{name}": value for name, value in shown.items()}
     return {
         "eval/percent_correct": result.accuracy,
         "eval/percent_correct_low": low,
@@ -274,6 +304,7 @@ def eval_metrics(result: EvalResult) -> dict[str, float]:
         "eval/mean_completion_tokens": result.mean_completion_tokens,
         **({} if result.mean_score is None else {"eval/mean_score": result.mean_score}),
         **({} if result.ended is None else {"eval/ended": result.ended}),
+        **of_sources,
     }
 
 
@@ -322,6 +353,12 @@ def format_result(result: EvalResult, num_samples: int = 3) -> str:
             f"{params['temperature']:g}, {effort}"
         ]
         lines += [f"  pass@{k:<3} {_share(result, k)}" for k in result.pass_at_k]
+    for source, own in result.by_source.items():
+        low, high = own.interval_95
+        lines.append(
+            f"  {source}: {own.num_right} right on {own.num_prompts} prompts = {own.accuracy:.1%} (95 % interval "
+            f"{low:.1%} to {high:.1%})"
+        )
     if result.num_unscored:
         reasons = ", ".join(f"{outcome}: {times}" for outcome, times in result.unscored.items())
         lines.append(f"  not scored, and counted as wrong: {result.num_unscored} ({reasons})")
@@ -337,62 +374,3 @@ def format_result(result: EvalResult, num_samples: int = 3) -> str:
 def _share(result: EvalResult, k: str) -> str:
     low, high = result.pass_at_k_interval_95[k]
     return f"{result.pass_at_k[k]:.1%} (95 % interval {low:.1%} to {high:.1%})"
-
-
-# ---- statistics (pure)
-
-
-def wilson_interval(num_right: float, num_trials: float, z: float = _Z_95) -> tuple[float, float]:
-    """The Wilson score interval of a proportion: correct near 0 and 1 too, unlike the normal approximation.
-
-    >>> [round(100 * bound, 1) for bound in wilson_interval(4, 256)]
-    [0.6, 3.9]
-    """
-    if not 0 <= num_right <= num_trials:
-        raise ValueError(f"{num_right} right of {num_trials} is not a proportion")
-    if num_trials == 0:
-        return 0.0, 1.0
-    share = num_right / num_trials
-    shrink = 1 + z * z / num_trials
-    middle = (share + z * z / (2 * num_trials)) / shrink
-    half = z / shrink * math.sqrt(share * (1 - share) / num_trials + z * z / (4 * num_trials**2))
-    # With none or all right the bound is exact; rounding must not move it past 0 or 1.
-    low = 0.0 if num_right == 0 else middle - half
-    high = 1.0 if num_right == num_trials else middle + half
-    return low, high
-
-
-def pass_at_k(num_right: int, num_answers: int, k: int) -> float:
-    """The probability that at least one of `k` answers, drawn from the sampled ones, is right.
-
-    1 - C(n-c, k) / C(n, k) is an unbiased estimate, unlike 1 - (1 - c/n)^k.
-
-    >>> pass_at_k(1, 4, 1), pass_at_k(1, 4, 2), pass_at_k(1, 4, 4)
-    (0.25, 0.5, 1.0)
-    """
-    if not (0 <= num_right <= num_answers and 1 <= k <= num_answers):
-        raise ValueError(f"no pass@{k} of {num_right} right of {num_answers} answers")
-    num_wrong = num_answers - num_right
-    if num_wrong < k:
-        return 1.0
-    # The quotient of the binomials as a product: no overflow and no cancellation.
-    return 1.0 - math.prod((num_wrong - i) / (num_answers - i) for i in range(k))
-
-
-def pass_interval(chances: Sequence[float], answers_per_draw: float) -> tuple[float, float]:
-    """95 % interval of the mean pass@k of prompts, each estimated from `answers_per_draw` = n/k draws.
-
-    Wilson's interval with an effective number of trials from the variance between prompts: at least one per prompt (so
-    that single answers give exactly Wilson's interval), at most one per draw. Prompts, not answers, are the sample:
-    more answers to the same prompts narrow the interval only as far as the prompts are alike.
-    """
-    if not chances:
-        return 0.0, 1.0
-    mean, num_prompts = fmean(chances), len(chances)
-    most = num_prompts * answers_per_draw
-    spread = variance(chances) if num_prompts > 1 else 0.0
-    worth = mean * (1 - mean) / spread * num_prompts if spread > 0 else most
-    if mean in (0.0, 1.0):  # the variance is 0, but says nothing
-        worth = num_prompts
-    trials = min(max(worth, num_prompts), most)
-    return wilson_interval(mean * trials, trials)

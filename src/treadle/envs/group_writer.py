@@ -165,7 +165,8 @@ async def write_all(
         async for index, item, rollouts in arriving:
             reason = drop_reason(rollouts, drop_equal_scores=False)
             if reason is None:
-                group = build_group(rollouts, temperature=config.temperature)
+                sources = context.environment.sources
+                group = build_group(rollouts, temperature=config.temperature, source=item.source, sources=sources)
                 group.item = index
                 file.write(as_written(group, item, rollouts, context.tokenizer.decode))
             stats.add(rollouts, reason)

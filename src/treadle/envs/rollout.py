@@ -205,8 +205,11 @@ def compare_scores(rollouts: Sequence[Rollout]) -> Scores:
     return "equal" if any(score.is_right for score in scored) else "all_wrong"
 
 
-def build_group(rollouts: Sequence[Rollout], *, temperature: float) -> ScoredGroup:
-    """Every transcript becomes a sequence with its rollout's score.
+def build_group(
+    rollouts: Sequence[Rollout], *, temperature: float, source: str = "", sources: Sequence[str] = ()
+) -> ScoredGroup:
+    """Every transcript becomes a sequence with its rollout's score. `source`: that of the item, among the `sources` of
+    its environment.
 
     An unscored rollout stays in the group to keep its size, but is not trained on: it gets the mean of the others,
     which leaves the group's mean unchanged, and its advantage is set to zero.
@@ -224,8 +227,22 @@ def build_group(rollouts: Sequence[Rollout], *, temperature: float) -> ScoredGro
         generation_params={"temperature": temperature},
         overrides=overrides if any(overrides) else None,
         policy_version=min(version for _, transcript in pairs for version in transcript.policy_versions),
-        metrics=_metrics(rollouts),
+        metrics=_metrics(rollouts) | source_metrics(source, sources, rollouts),
     )
+
+
+def source_metrics(source: str, sources: Sequence[str], rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """The score and accuracy of a group by its data source, and for each source whether it is this one: averaged over a
+    batch, its share."""
+    if not source:
+        return {}
+    scores = [rollout.score.reward for rollout in rollouts if rollout.score.reward is not None]
+    mean = {f"source/{source}/score": sum(scores) / len(scores)} if scores else {}
+    return {
+        **mean,
+        f"source/{source}/accuracy": sum(rollout.score.is_right for rollout in rollouts) / len(rollouts),
+        **{f"source/{name}/share": float(name == source) for name in sources},
+    }
 
 
 def _overrides(rollout: Rollout, transcript: Transcript) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 The start page:
 /                       start.html
 /api/runs               the runs, newest first
+/compare.html?runs=A/B  runs side by side, with the data of /api/comparison?runs=A/B
 /runs/NAME/dash/        the page of a run, forwarded from the hub of the live run, or from a hub that is started here
 
 Requests for a run are forwarded to its hub on this machine, so that one port is enough, also through an SSH tunnel.
@@ -58,12 +59,15 @@ from treadle.net.address import HANDED_FD, shown_url, url_to, without_token
 from treadle.net.client import NoAnswer, PooledHttpClient
 from treadle.net.probe import answers_ok
 from treadle.net.server import serve_until_stopped
+from treadle.report.comparison import compare_folders
+from treadle.report.comparison_output import page_answer
 from treadle.report.summary import load_summary
 
 DEFAULT_PORT = HubConfig().port
 OPEN_WITHIN_S = 10.0  # time for the hub to answer, and for a browser to start
 START = "start.html"
 MAX_RUNS = 200
+MAX_COMPARED = 16  # runs on one page: their files are read for each request
 # Routes that the page of a run uses, with or without a token. Other routes of a hub change its state, and the hub would
 # not know that a browser asks, because its headers are not forwarded.
 READABLE = re.compile(r"(?:t/[^/]+/)?(?:dash/(?!.*\.\.).*|v1/(?:status|processes|events))")
@@ -225,6 +229,7 @@ class StartPage:
         routes = {
             "/": self.index,
             "/api/runs": self.list_runs,
+            "/api/comparison": self.compare,
             "/runs/{name}/{path:path}": self.forward,
             "/{name}": self.file,
         }
@@ -257,6 +262,20 @@ class StartPage:
                 "num_left_out": len(names) - len(shown),
             }
         )
+
+    async def compare(self, request: Request) -> Response:
+        names = list(dict.fromkeys(filter(None, request.query_params.get("runs", "").split("/"))))
+        known = self._runs.names()
+        unknown = next((name for name in names if name not in known), None)
+        if unknown is not None:  # a name in a request never becomes a path
+            raise PageError(404, f"there is no run {unknown[:100]!r} in {self._runs.folder}")
+        if len(names) > MAX_COMPARED:
+            raise PageError(422, f"{len(names)} runs were picked; at most {MAX_COMPARED} are compared here")
+        try:
+            found = await asyncio.to_thread(compare_folders, [self._runs.folder / name for name in names])
+        except ConfigError as error:
+            raise PageError(422, str(error)) from None
+        return as_json(page_answer(found))
 
     async def forward(self, request: Request) -> Response:
         name = request.path_params["name"]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from treadle.config import DEFAULT_MODEL
-from treadle.config.env import EnvConfig, folder_of, labels_of
+from treadle.config.env import EnvConfig, folder_of, labels_of, parse_sources
 from treadle.config.load import choose_steps, value_of, with_absolute_paths, with_fitting_groups, with_values
 from treadle.config.schema import RunConfig, has_vllm, may_use_gpu, requires_vllm
 from treadle.engines.model_folder import check_model_folder
@@ -170,14 +170,17 @@ def resolve_paths(config: RunConfig) -> RunConfig:
     """Make the paths of files and folders absolute: a run can be resumed from another folder."""
     real_path(config.hub.database)  # refuses names such as :memory:
     config = with_absolute_paths(config)
-    names = {key: value_of(config, key) for name in ("data", "eval_data") for key in config.keys_of_envs(name)}
-    names |= {key: name for key in config.keys_of_envs("name") if ".py" in (name := value_of(config, key))}
+    data = {key: value_of(config, key) for name in ("data", "eval_data") for key in config.keys_of_envs(name)}
+    names = {key: name for key in config.keys_of_envs("name") if ".py" in (name := value_of(config, key))}
     if "/" in config.engine.vllm_python:
         names["engine.vllm_python"] = config.engine.vllm_python
     if config.model != DEFAULT_MODEL:
         names["model"] = config.model
     rewards = {key: tuple(map(_absolute_reward, value_of(config, key))) for key in config.keys_of_envs("rewards")}
-    return with_values(config, {key: _absolute(name) for key, name in names.items()} | rewards)
+    found = {key: _absolute(name) for key, name in names.items()} | {
+        key: _absolute_data(one) for key, one in data.items()
+    }
+    return with_values(config, found | rewards)
 
 
 def _absolute_reward(reward: str | dict[str, Any]) -> str | dict[str, Any]:
@@ -185,6 +188,14 @@ def _absolute_reward(reward: str | dict[str, Any]) -> str | dict[str, Any]:
     if isinstance(reward, str):
         return _absolute(reward)
     return {**reward, "type": _absolute(reward["type"])} if isinstance(reward.get("type"), str) else reward
+
+
+def _absolute_data(value: str) -> str:
+    """With the absolute paths of all sources: "/data/a.jsonl:3,openai/gsm8k:main:1"."""
+    sources = parse_sources(value)
+    if len(sources) == 1:
+        return _absolute(value)
+    return ",".join(f"{_absolute(source.name)}:{source.weight}" for source in sources)
 
 
 def _absolute(value: str) -> str:

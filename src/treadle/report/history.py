@@ -1,7 +1,8 @@
 """Read what a run has written: its steps (metrics.jsonl), evaluations (evals/*.json) and health warnings (log).
 
 With several environments each has a folder of evaluations (evals/gsm8k/*.json). `History.by_env` holds them separately,
-`History.evaluations` pools them at the steps that all were evaluated at.
+`History.evaluations` pools them at the steps that all were evaluated at. With several data sources, `by_env` holds the
+parts of each evaluation by source.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Evaluation:
     max_tokens: int | None = None  # an answer that reaches this many tokens is cut off
     policy_version: int | None = None  # that answered, as reported by the engine
     mean_score: float | None = None  # of the answers that could be scored; None: unknown
-    env: str = ""  # name of the environment, if there are several
+    env: str = ""  # name of the environment, if there are several; of a part, of the data source
+    by_source: Mapping[str, Evaluation] = field(default_factory=dict)  # its parts, of several data sources
 
     @property
     def point(self) -> HeldOutPoint:
@@ -67,12 +69,14 @@ class History:
     steps: tuple[Step, ...] = ()
     evaluations: tuple[Evaluation, ...] = ()
     health: tuple[HealthEvent, ...] = ()
-    by_env: Mapping[str, tuple[Evaluation, ...]] = field(default_factory=dict)  # empty: there is one environment
+    # By environment, or by data source of the only one; empty: there is one of each.
+    by_env: Mapping[str, tuple[Evaluation, ...]] = field(default_factory=dict)
 
     @property
     def measured(self) -> tuple[Evaluation, ...]:
-        """All evaluations; of several environments each one instead of the pool."""
-        return tuple(chain.from_iterable(self.by_env.values())) if self.by_env else self.evaluations
+        """All evaluations, and their parts by data source; of several environments each one instead of the pool."""
+        whole = [one for one in self.evaluations if one.by_source or not self.by_env]
+        return (*whole, *chain.from_iterable(self.by_env.values()))
 
     def of_env(self, label: str) -> History:
         """The same steps with the evaluations of one of several environments."""
@@ -133,7 +137,7 @@ class HistoryReader:
                 tuple(steps[number] for number in sorted(steps)),
                 pool(by_env) if self.folders_by_env else by_env[""],
                 () if self.health_file is None else self.health_file.read(),
-                by_env if self.folders_by_env else {},
+                by_env if self.folders_by_env else parts_by_source(by_env[""]),
             )
             self._seen = seen
         return self._history
@@ -144,6 +148,14 @@ def pool(by_env: Mapping[str, Sequence[Evaluation]]) -> tuple[Evaluation, ...]:
     of_env = [{evaluation.step: evaluation for evaluation in found} for found in by_env.values()]
     common = set.intersection(*(set(found) for found in of_env)) if of_env else set()
     return tuple(_pool([found[step] for found in of_env]) for step in sorted(common))
+
+
+def parts_by_source(evaluations: Sequence[Evaluation]) -> dict[str, tuple[Evaluation, ...]]:
+    """The evaluations of each data source, at the steps at which it was asked."""
+    sources = dict.fromkeys(chain.from_iterable(one.by_source for one in evaluations))
+    return {
+        source: tuple(one.by_source[source] for one in evaluations if source in one.by_source) for source in sources
+    }
 
 
 def _pool(parts: Sequence[Evaluation]) -> Evaluation:
@@ -198,25 +210,35 @@ def read_evaluation(path: Path) -> Evaluation | None:
     """None for a file that is not (yet) a complete evaluation."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        accuracy = float(values["accuracy"])
-        low, high = (float(edge) for edge in values.get("interval_95") or (accuracy, accuracy))
-        if not all(math.isfinite(number) for number in (accuracy, low, high)):
-            return None
-        return Evaluation(
-            step=int(values["step"]),
-            accuracy=accuracy,
-            low=low,
-            high=high,
-            num_right=int(values.get("num_right", 0)),
-            num_prompts=int(values.get("num_prompts", 0)),
+        step = int(values["step"])
+        parts = {str(name): _read_figures(part, step) for name, part in (values.get("by_source") or {}).items()}
+        return replace(
+            _read_figures(values, step),
+            by_source={source: replace(part, env=source) for source, part in parts.items()},
             samples=tuple(sample for sample in values.get("samples") or () if isinstance(sample, dict)),
             ended=None if values.get("ended") is None else float(values["ended"]),
             max_tokens=(values.get("generation_params") or {}).get("max_tokens"),
             policy_version=None if values.get("policy_version") is None else int(values["policy_version"]),
-            mean_score=float(values["mean_score"]) if is_number(values.get("mean_score")) else None,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
+
+
+def _read_figures(values: Mapping[str, Any], step: int) -> Evaluation:
+    """Of an evaluation, or of its part from one data source; ValueError if a figure is not finite."""
+    accuracy = float(values["accuracy"])
+    low, high = (float(edge) for edge in values.get("interval_95") or (accuracy, accuracy))
+    if not all(math.isfinite(number) for number in (accuracy, low, high)):
+        raise ValueError(f"an accuracy of {accuracy}, {low} to {high}")
+    return Evaluation(
+        step=step,
+        accuracy=accuracy,
+        low=low,
+        high=high,
+        num_right=int(values.get("num_right", 0)),
+        num_prompts=int(values.get("num_prompts", 0)),
+        mean_score=float(values["mean_score"]) if is_number(values.get("mean_score")) else None,
+    )
 
 
 def is_number(value: object) -> TypeGuard[float]:

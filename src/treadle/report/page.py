@@ -87,7 +87,7 @@ def page_answers(record: RunRecord) -> dict[str, Any]:
         "run": {
             "name": record.folder.name,
             "model": summary.model,
-            "env": _task(summary),
+            "env": task_in_words(summary),
             "charts": charts_of(run),
             "meanings": {name: METRICS[name].meaning for chart in CHARTS for name in chart.names},
             "others": [],
@@ -219,7 +219,7 @@ def _newest_groups(record: RunRecord, run: RunFolder) -> list[GroupView]:
 def in_words(record: RunRecord) -> list[str]:
     """The result of the run in a few sentences, no more certain than the figures are."""
     summary, history = record.summary, record.history
-    sentences = [f"{model_name(summary.model)} was trained on {_task(summary)}: {_steps(summary)}."]
+    sentences = [f"{model_name(summary.model)} was trained on {task_in_words(summary)}: {_steps(summary)}."]
     sentences += _accuracy_in_words(*_first_and_last(history.evaluations))
     for label, evaluations in history.by_env.items():
         sentences += [f"{label}: {sentence}" for sentence in _accuracy_in_words(*_first_and_last(evaluations))]
@@ -278,7 +278,7 @@ def _steps(summary: Summary) -> str:
     return f"{summary.steps_taken} of {counted(summary.steps, 'step')}{took}"
 
 
-def _task(summary: Summary) -> str:
+def task_in_words(summary: Summary) -> str:
     return f"{summary.env} ({summary.task})" if summary.task and summary.task != summary.env else summary.env
 
 

@@ -12,17 +12,8 @@ from treadle.config.env import EnvConfig, ServerConfig
 from treadle.envs.base import Environment, Item, Score, stable_seed
 from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import EngineClient
-from treadle.envs.evaluation import (
-    eval_temperature,
-    evaluate_policy,
-    format_result,
-    pass_at_k,
-    pass_interval,
-    save_for_atropos,
-    save_result,
-    wilson_interval,
-    worthwhile_ks,
-)
+from treadle.envs.eval_statistics import pass_at_k, pass_interval, wilson_interval, worthwhile_ks
+from treadle.envs.evaluation import eval_temperature, evaluate_policy, format_result, save_for_atropos, save_result
 from treadle.envs.main import open_context
 from treadle.errors import ConfigError, ScoringError
 from treadle.report.history import read_evaluation

@@ -603,7 +603,7 @@ def test_items_that_are_sometimes_right_come_more_often(tmp_path):
         def __init__(self, right):
             self.score = type("S", (), {"reward": float(right), "is_right": right})()
 
-    chooser = DifficultySelection(10, seed=0, path=tmp_path / "difficulty.json")
+    chooser = DifficultySelection(lambda _, number: number % 10, seed=0, path=tmp_path / "difficulty.json")
     for _ in range(2):
         for place in range(10):
             chooser.learn(place, [Scored((place == 3 and n == 0) or place > 6) for n in range(2)])
@@ -611,7 +611,7 @@ def test_items_that_are_sometimes_right_come_more_often(tmp_path):
     assert counts[3] == max(counts)
     assert counts[3] > 2 * sorted(counts)[-2]
     assert json.loads((tmp_path / "difficulty.json").read_text())["3"] == 0.5
-    again = DifficultySelection(10, seed=0, path=tmp_path / "difficulty.json")
+    again = DifficultySelection(lambda _, number: number % 10, seed=0, path=tmp_path / "difficulty.json")
     assert again.item_index(7) == chooser.item_index(7)
 
 

@@ -163,10 +163,15 @@ export class Card {
     };
   }
 
+  // The evaluations of this chart, each with the colour of its interval.
+  heldOut() {
+    const points = this.chart.has_held_out ? this.overview.data.get("")?.held_out ?? [] : [];
+    return points.map((point) => ({ ...point, colour: "--ink" }));
+  }
+
   // Range of the vertical axis: includes the intervals of the held-out points, and margins around a constant value.
   reach(low, high) {
-    const points = this.chart.has_held_out ? this.overview.data.get("")?.held_out ?? [] : [];
-    const ends = [low, high, ...points.flatMap((point) => [point.low, point.high])].filter((value) => value !== null);
+    const ends = [low, high, ...this.heldOut().flatMap((point) => [point.low, point.high])].filter((value) => value !== null);
     if (!ends.length) return [0, 1];
     const least = Math.min(...ends), most = Math.max(...ends);
     if (least === most) return most === 0 ? [0, 1] : [least - Math.abs(least) / 10, most + Math.abs(most) / 10];
@@ -203,9 +208,9 @@ export class Card {
     const { left, top, width, height } = plot.bbox, context = plot.ctx;
     const inside = (value, low, size) => Math.min(low + size, Math.max(low, value));
     context.save();
-    context.strokeStyle = ink("--ink");
     context.lineWidth = 1.5 * devicePixelRatio;
-    for (const point of this.overview.data.get("")?.held_out ?? []) {
+    for (const point of this.heldOut()) {
+      context.strokeStyle = ink(point.colour);
       const x = plot.valToPos(point.step, "x", true);
       if (x < left - 1 || x > left + width + 1) continue;
       context.beginPath();
@@ -327,7 +332,7 @@ function asMeasured(plot, column, row, series) {
 }
 
 // Exponential moving average with bias correction; missing values are skipped.
-function smoothed(values, weight) {
+export function smoothed(values, weight) {
   let mean = 0, mass = 0;
   return values.map((value) => {
     if (value === null) return null;

@@ -16,11 +16,11 @@ export function showReport(report) {
     ...section("Versions and files", table([], [...report.versions, ...report.files])));
 }
 
-function section(title, ...content) {
+export function section(title, ...content) {
   return [element("h2", {}, title), ...content];
 }
 
-function paragraph(text) {
+export function paragraph(text) {
   return element("p", {}, text);
 }
 
@@ -28,7 +28,7 @@ function lines(texts) {
   return element("ul", {}, ...texts.map((text) => element("li", {}, text)));
 }
 
-function table(heads, rows) {
+export function table(heads, rows) {
   const head = heads.length ? element("thead", {}, element("tr", {}, ...heads.map((text) => element("th", {}, text)))) : "";
   const row = (cells) => element("tr", {}, ...cells.map((cell) => element("td", {}, cell)));
   return element("div", { class: "scroll" }, element("table", {}, head, element("tbody", {}, ...rows.map(row))));

@@ -182,7 +182,7 @@ def _selection(environment: Environment, path: Path) -> DifficultySelection | No
             f"the environment '{config.own_name}' does not list its items, so none can be preferred",
             fix="--env.sampling even",
         )
-    return DifficultySelection(len(environment.listed_items()), config.seed, path)
+    return DifficultySelection(environment.candidate, config.seed, path)
 
 
 def _reset_for_new_run(folder: Path, assignment: RunAssignment, cursor: ItemCursor, spool: Spool) -> None:

@@ -196,7 +196,8 @@ class StreamRunner:
         )
         item_index = index if self.selection is None else self.selection.item_index(index)
         started = time.monotonic()
-        rollouts = await roll_group(self.context, self._item(item_index), sampling, num_rollouts=config.group_size)
+        item = self._item(item_index)
+        rollouts = await roll_group(self.context, item, sampling, num_rollouts=config.group_size)
         self.context.judge.require_scores([rollout.score for rollout in rollouts])
         if self.selection is not None:
             self.selection.learn(item_index, rollouts)
@@ -213,7 +214,10 @@ class StreamRunner:
                     fix=f"treadle env {config.name} validate",
                 )
         else:
-            await self._send(index, item_index, rollouts, time.monotonic() - started)
+            sources = self.context.environment.sources
+            group = build_group(rollouts, temperature=config.temperature, source=item.source, sources=sources)
+            group.item, group.env_id = item_index, self.assignment.env_id
+            await self._send(index, group, rollouts, time.monotonic() - started)
         self.cursor.finish(index)
 
     def _item(self, item_index: int) -> Item:
@@ -225,13 +229,10 @@ class StreamRunner:
             log.error("item_failed", exc_info=True, item=item_index)
             raise ConfigError(f"train_item({item_index}) raised {type(error).__name__}: {error}") from error
 
-    async def _send(self, index: int, item_index: int, rollouts: list[Rollout], seconds: float) -> None:
-        config = self.context.config
+    async def _send(self, index: int, group: ScoredGroup, rollouts: list[Rollout], seconds: float) -> None:
         self._unscored_in_a_row = 0
-        group = build_group(rollouts, temperature=config.temperature)
-        group.item, group.env_id = item_index, self.assignment.env_id
         if len(group.tokens) > self.assignment.batch_size:
-            log.warning("group_dropped", item=item_index, reason="oversize", sequences=len(group.tokens))
+            log.warning("group_dropped", item=group.item, reason="oversize", sequences=len(group.tokens))
             self._drop(rollouts, "oversize")
             return
         self._group_sequences += 0.1 * (len(group.tokens) - self._group_sequences)
@@ -243,7 +244,8 @@ class StreamRunner:
             **{f"dropped_{reason}": float(count) for reason, count in dropped.items()},
         }
         self.save_group(group)
-        await self.delivery.accept(delivery_key(self.context.name, config.seed, index), group)
+        key = delivery_key(self.context.name, self.context.config.seed, index)
+        await self.delivery.accept(key, group)
         self.monitor.finish(rollouts)
 
     def _drop(self, rollouts: Sequence[Rollout], reason: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -93,8 +93,9 @@ class DifficultySelection:
     the share of right answers as an exponential moving average (0.5 for an item that was never sampled).
     """
 
-    def __init__(self, num_items: int, seed: int, path: Path) -> None:
-        self._num_items = num_items
+    def __init__(self, candidate: Callable[[int, int], int], seed: int, path: Path) -> None:
+        """`candidate`: the index of an item that may be taken in a turn, from a random number."""
+        self._candidate = candidate
         self._seed = seed
         self._path = path
         self._unsaved = 0
@@ -108,7 +109,8 @@ class DifficultySelection:
 
     def item_index(self, turn: int) -> int:
         """The item of this turn, as an index for Environment.train_item."""
-        drawn = [stable_seed("candidate", self._seed, turn, n) % self._num_items for n in range(NUM_CANDIDATES)]
+        numbers = [stable_seed("candidate", self._seed, turn, n) for n in range(NUM_CANDIDATES)]
+        drawn = [self._candidate(turn, number) for number in numbers]
         variances = [share * (1 - share) for share in (self._shares.get(index, 0.5) for index in drawn)]
         return drawn[variances.index(max(variances))]  # the first of equals
 

@@ -220,10 +220,12 @@ async def roll_wave(
     if all(score.reward is None for score in scores):
         raise none_scored(len(scores), scores[0], config)
     groups = []
-    for index, rollouts in zip(indexes, scored, strict=True):
+    for index, item, rollouts in zip(indexes, items, scored, strict=True):
         settled = apply_group_rules(context.environment, rollouts)
         monitor.finish(settled)
-        group = build_group(settled, temperature=config.temperature)
+        group = build_group(
+            settled, temperature=config.temperature, source=item.source, sources=context.environment.sources
+        )
         group.item, group.env_id = index, assignment.env_id
         groups.append(group)
     return groups
