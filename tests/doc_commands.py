@@ -25,6 +25,7 @@ import treadle.launch.top
 import treadle.report.comparison_output
 import treadle.report.page
 import treadle.router.process
+import treadle.sft.command
 import treadle.train
 from tests.doc_pages import ROOT, Command
 from treadle import cli
@@ -46,7 +47,7 @@ MANY_GPUS = MachineFacts(num_cores=8, has_shared_memory=True, has_gpu=True, gpus
 # What starts something, by the name under which the command line finds it.
 _STARTS = (
     (treadle.launch, "resume"), (treadle.hub.process, "serve"), (treadle.engines, "serve"), (treadle.train, "main"),
-    (treadle.router.process, "serve"),
+    (treadle.router.process, "serve"), (treadle.sft.command, "start"), (treadle.sft.command, "resume"),
     (treadle.launch.folder, "newest_run"), (treadle.export, "export_merged"), (treadle.export, "export_gguf"),
     (treadle.export, "push"), (treadle.launch.chat_command, "talk"),
     (treadle.launch.top, "watch_run"), (treadle.launch.dash_command, "show_page"),
@@ -62,6 +63,7 @@ _VERBS = frozenset(
         "hub",
         "engine",
         "router",
+        "sft",
         "env",
         "train",
         "dash",
@@ -109,6 +111,8 @@ def places(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "RUN").mkdir()
     (folder / "RUN" / "config.json").write_text("{}")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (folder / "reverse").mkdir()  # as examples/reverse_words.py writes it
+    (folder / "reverse" / "train.jsonl").write_text((folder / "rows.jsonl").read_text())
     (folder / "ds_config.json").write_text("{}")
     (folder / "engine.token").write_text("a-token-of-at-least-thirty-two-characters\n")
     (folder / "engine.token").chmod(0o600)

@@ -25,6 +25,7 @@ _CONFIG_HELP = "settings: TOML, YAML, or the config.json of a run; flags win ove
 ENV_ACTIONS = ("serve", "process", "evaluate", "validate")
 VERBS = {
     "run": "train a model: start every process, watch them, and report what was learned",
+    "sft": "train a model on rows, or on the best completions of a run, before or without treadle run",
     "matrix": "run the weight modes one after another, and compare them in one table and one plot",
     "plan": "say how much memory a run would take, whether it fits, and what would make it fit",
     "hub": "serve the rollout API (also installed as run-api)",
@@ -130,6 +131,32 @@ def _run(words: list[str]) -> int:
     return resume(folder, flags, **how)
 
 
+def _sft(words: list[str]) -> int:
+    from treadle.config.flags import add_flags, given
+    from treadle.config.load import load_run
+    from treadle.config.schema import RunConfig
+    from treadle.config.sft import DEFAULTS_IN_WORDS, SftConfig
+    from treadle.config.train import TrainConfig
+
+    words = [f"--{word.removeprefix('--sft.')}" if word.startswith("--sft.") else word for word in words]
+    parser = _parser("sft")
+    parser.add_argument("--resume", dest="_resume", type=Path, metavar="RUN", help="continue the run in this folder")
+    add_flags(parser, SftConfig, prefix="sft.")
+    own = ("model", "steps", "seed", "output", "max_restarts")
+    add_flags(parser, RunConfig, only=own, defaults=DEFAULTS_IN_WORDS)
+    add_flags(parser, TrainConfig, prefix="train.", dotted=True, defaults=DEFAULTS_IN_WORDS)
+    values = parser.parse_args(words)
+    _log_to_stderr("WARNING")
+    from treadle.errors import require
+
+    require("train", "torch", "transformers")
+    from treadle.sft.command import resume, start
+
+    if values._resume is not None:
+        return resume(values._resume, given(values))
+    return start(load_run(values._config, given(values), with_derived=False))
+
+
 def _matrix(words: list[str]) -> int:
     from treadle.config.flags import add_run_flags, given
 
@@ -212,7 +239,8 @@ def _train(words: list[str]) -> int:
 
     words, notes = drop_without_effect(words, "train")
     sys.stderr.writelines(f"treadle train: {note}\n" for note in notes)
-    run = _one_section("train", words)
+    values = _section_parser("train").parse_args(words)
+    run = _load_section("train", values)
     from treadle.gpus import use_gpus
     from treadle.train import main as train
 
@@ -223,7 +251,12 @@ def _train(words: list[str]) -> int:
             fix=f"torchrun --nproc-per-node {len(gpus)} -m treadle train ... starts one for each; so does treadle run",
         )
     use_gpus(run.train.gpus)
-    train(run.train)
+    if run.is_supervised:  # a process of treadle sft, with the settings of its run
+        from treadle.sft.trainer import train_on_rows
+
+        train_on_rows(run, values._config.parent)
+    else:
+        train(run.train)
     return 0
 
 
@@ -372,7 +405,7 @@ def _token(words: list[str]) -> int:
 
 
 _HANDLERS: dict[str, Callable[[list[str]], int]] = {
-    "run": _run, "matrix": _matrix, "plan": _plan,
+    "run": _run, "sft": _sft, "matrix": _matrix, "plan": _plan,
     "hub": _hub, "engine": _engine, "router": _router, "env": _env, "train": _train,
     "chat": _chat, "export": _export, "dash": _dash, "top": _top,
     "doctor": _doctor, "report": _report, "compare": _compare, "token": _token,

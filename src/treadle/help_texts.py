@@ -37,6 +37,29 @@ GUIDES = MappingProxyType({
             ),
         },
     ),
+    "sft": Guide(
+        usage="--data ROWS [--model MODEL] [FLAG VALUE ...]",
+        about="Train a model on rows (supervised fine-tuning), or on the completions of a run that scored well. They "
+        "are packed, and the loss is on the assistant's tokens. The result is a run folder, for treadle run --model.",
+        examples={
+            "treadle sft --data rows.jsonl": "the built-in model; rows with messages, prompt and completion, or text",
+            "treadle sft --data rows.jsonl --model Qwen/Qwen3-0.6B --train.lora": "another model, adapters",
+            "treadle sft --from runs/20260102-030405-gsm8k --min-score 1": "the right answers of a run",
+            "treadle sft --resume runs/20260102-030405-sft-rows": "go on where it stopped",
+        },
+        flags={
+            "the rows": (
+                "--data", "--data-split", "--data-columns", "--system-prompt", "--from", "--min-score", "--held-out",
+                "--eval-data",
+            ),
+            "the run": ("--model", "--epochs", "--steps", "--seed", "--output", "--config", "--resume"),
+            "how it is learned": (
+                "--train.lr", "--train.batch-size", "--train.lora", "--train.seq-len", "--train.optimizer",
+                "--steps-per-eval", "--train.track",
+            ),
+            "where it runs": ("--train.device", "--train.gpus", "--train.micro-tokens"),
+        },
+    ),
     "matrix": Guide(
         usage="[--modes NAMES] [FLAG VALUE ...]",
         about="Run the weight modes (how new weights reach the engine) one after another, on the same task and seed, "

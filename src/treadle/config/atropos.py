@@ -29,6 +29,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "train_layer_indices": ("lora_layer_indices",),
     "ranks": ("world_size",),
     "min_engines": ("num_inference_nodes",),
+    "from_run": ("from",),
 }
 
 

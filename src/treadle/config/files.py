@@ -42,6 +42,7 @@ YAML_SUFFIXES = (".yaml", ".yml")
 SECTIONS: dict[str, type[Section]] = {
     name: type(field.default) for name, field in RunConfig.model_fields.items() if isinstance(field.default, Section)
 }
+RUN_SECTIONS = {name: kind for name, kind in SECTIONS.items() if name != "sft"}  # whose settings `treadle run` takes
 
 NOT_STORED = "NOT-STORED"
 VARIABLE = "TREADLE_SECRET_SETTINGS"  # {"openai.api_key": "..."}

@@ -15,12 +15,12 @@ from functools import cache
 
 from pydantic import BaseModel
 
-from treadle.config.files import SECTIONS, names_in
+from treadle.config.files import RUN_SECTIONS, SECTIONS, names_in
 from treadle.config.schema import RunConfig
 from treadle.config.section import spellings_of
 
 WHOLE_RUN = ("run", "matrix", "plan", "doctor")  # verbs that take the flags of all sections, with dots
-VERB_OF_SECTION = {name: name for name in ("hub", "engine", "router", "train", "env")} | {"openai": "env"}
+VERB_OF_SECTION = {name: name for name in ("hub", "engine", "router", "train", "env", "sft")} | {"openai": "env"}
 _OF_RUN_ALONE = frozenset(("resume", "plain", "open", "fit", "dry-run"))
 _OF_OTHERS = {
     "chat": frozenset(("message", "temperature", "max-tokens")),
@@ -29,6 +29,7 @@ _OF_OTHERS = {
     "report": frozenset(("out",)),
     "export": frozenset(("merged", "gguf", "push")),
     "token": frozenset(("token-file",)),
+    "sft": frozenset(("resume", "model", "steps", "seed", "output", "config")),
     "doctor": frozenset(("hub", "engine", "json", "verbose")),
     "matrix": frozenset(("modes", "resume", "plain", "engine")),
     "plan": frozenset((
@@ -71,12 +72,13 @@ def _others(flag: str, verb: str) -> list[str]:
 
 def _spelled(name: str, verb: str, section: str) -> str:
     """ "" for a name that is not a flag of treadle, or could be a flag of several sections."""
-    if name in _OF_OTHERS.get(verb, ()):
-        return f"--{name}"
+    named, dot, plain = name.rpartition(".")
+    # What reads rows is shared with environments, and names their flags.
+    if name in _OF_OTHERS.get(verb, ()) or (verb == "sft" and named in ("", "env") and plain in _flags()["sft"]):
+        return f"--{plain}"
     if verb == "chat" and name in ("model", "model-name", "openai.model", "openai.model-name"):
         return "the model"  # a positional argument there
-    named, dot, plain = name.rpartition(".")
-    owners = [named] if dot else [one for one, flags in _flags().items() if plain in flags]
+    owners = [named] if dot else [one for one in ("run", *RUN_SECTIONS) if plain in _flags()[one]]
     owner = owners[0] if len(owners) == 1 else section
     if plain not in _flags().get(owner, ()):
         return ""
@@ -85,7 +87,7 @@ def _spelled(name: str, verb: str, section: str) -> str:
     if owner == "run":
         is_own = verb == "run" or (verb in WHOLE_RUN and plain not in _OF_RUN_ALONE)
         return f"--{plain}" if is_own else f"treadle run --{plain}"
-    if verb in WHOLE_RUN:
+    if verb in WHOLE_RUN or (verb == "sft" and owner == "train"):
         return f"--{owner}.{plain}"
     own_verb = VERB_OF_SECTION[owner]
     flag = f"--{owner}.{plain}" if own_verb == "env" else f"--{plain}"

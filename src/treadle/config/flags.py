@@ -12,10 +12,10 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 
 from treadle.config.atropos import SHORTHANDS
 from treadle.config.cluster import Scheduler
-from treadle.config.files import SECTIONS
+from treadle.config.files import RUN_SECTIONS, SECTIONS
 from treadle.config.load import suggest
 from treadle.config.schema import RunConfig
 from treadle.config.section import default_text_of, spellings_of
@@ -158,9 +158,16 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def add_flags(
-    parser: argparse.ArgumentParser, model: type[BaseModel], *, prefix: str = "", dotted: bool = False
+    parser: argparse.ArgumentParser,
+    model: type[BaseModel],
+    *,
+    prefix: str = "",
+    dotted: bool = False,
+    only: Collection[str] = (),
+    defaults: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Add one flag per field of `model`; its value lands under `prefix + field` in `given()`.
+    """Add one flag per field of `model`; its value lands under `prefix + field` in `given()`. `only`: of these fields;
+    `defaults`: what the verb takes instead of the field's own default, in words.
 
     The help shows a group for each class that the fields come from: the model's own first, then its bases as listed.
     """
@@ -176,7 +183,10 @@ def add_flags(
         elif len(by_class) > 1:
             group = parser.add_argument_group("the run")
         for name, field in fields.items():
-            _add_flag(group, name, field, flag_prefix=prefix if dotted else "", key=prefix + name)
+            if only and name not in only:
+                continue
+            default = defaults.get(name, "")
+            _add_flag(group, name, field, flag_prefix=prefix if dotted else "", key=prefix + name, default=default)
     if model is SECTIONS["train"]:
         _add_shorthands(parser, prefix=prefix, dotted=dotted)
 
@@ -204,9 +214,11 @@ def _by_class(model: type[BaseModel]) -> dict[type[BaseModel], dict[str, FieldIn
     return {kind: found for kind, found in fields.items() if found}
 
 
-def _add_flag(group: argparse._ActionsContainer, name: str, field: FieldInfo, *, flag_prefix: str, key: str) -> None:
+def _add_flag(
+    group: argparse._ActionsContainer, name: str, field: FieldInfo, *, flag_prefix: str, key: str, default: str
+) -> None:
     flags = [f"--{flag_prefix}{spelling}".replace("_", "-") for spelling in spellings_of(name)]
-    default = default_text_of(field) or _as_typed(field.default)
+    default = default or default_text_of(field) or _as_typed(field.default)
     group.add_argument(
         *flags,
         dest=key,
@@ -307,7 +319,7 @@ def add_run_flags(parser: FlagParser, words: Sequence[str]) -> None:
         "--address", dest="cluster.address", default=argparse.SUPPRESS, metavar="HOST:PORT",
         help="with --on ray: a cluster that runs; auto: that of this machine",
     )  # fmt: skip
-    for name, section in SECTIONS.items():
+    for name, section in RUN_SECTIONS.items():
         add_flags(parser, section, prefix=f"{name}.", dotted=True)
     places = {found[1] for word in words if (found := re.match(r"--envs\.(\d+)\.", word))}
     for place in sorted(places, key=int):

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from treadle.config.atropos import SHORTHANDS, expand_shorthands
 from treadle.config.env import DEFAULT_MAX_AGE, MIN_GROUP_SIZE, EnvConfig, labels_of, parse_environments
 from treadle.config.files import (
+    RUN_SECTIONS,
     SECTIONS,
     VARIABLE,
     names_in,
@@ -33,6 +34,9 @@ from treadle.errors import ConfigError
 
 DERIVED = "derived"  # in a run's config.json: values that the launcher chose for this one run, such as its ports
 PROMPT_ROOM = 1024  # tokens before a completion
+_UNUSED_BY_SFT = (
+    "max_age", "hub_url", "engine_url", "engines", "env", "envs", "hub", "engine", "router", "openai", "cluster",
+)  # fmt: skip
 MAX_DERIVED_SEQUENCES = 1024  # on an H200 more in flight are not faster (docs/engine.md)
 T = TypeVar("T", bound=BaseModel)
 
@@ -149,7 +153,9 @@ def _whole_key(name: str) -> str:
     spelt = name.replace("-", "_")
     if spelt in names_in(RunConfig):
         return names_in(RunConfig)[spelt]
-    places = [f"{section}.{names[spelt]}" for section, kind in SECTIONS.items() if spelt in (names := names_in(kind))]
+    places = [
+        f"{section}.{names[spelt]}" for section, kind in RUN_SECTIONS.items() if spelt in (names := names_in(kind))
+    ]
     return places[0] if len(places) == 1 else name
 
 
@@ -207,12 +213,17 @@ def with_absolute_paths(section: T) -> T:
     return section.model_copy(update=found)
 
 
+def sections_left_out(run: RunConfig) -> set[str]:
+    """Settings at the top that mean nothing in this run: with [[env]] tables [env], and those of the other stage."""
+    return set(_UNUSED_BY_SFT) if run.is_supervised else {"sft", "env" if run.envs else "envs"}
+
+
 def save_run(run: RunConfig, path: Path, derived: Iterable[str] = ()) -> None:
     """Write the resolved configuration without its secrets: JSON, which otherwise reads back to the same value.
 
     `derived`: keys ("hub.port") whose values the launcher chose for this run. A new run from this file ignores them.
     """
-    settings = without_secrets(run.model_dump(mode="json", exclude={"env"} if run.envs else {"envs"}))
+    settings = without_secrets(run.model_dump(mode="json", exclude=sections_left_out(run)))
     own: dict[str, Any] = {"envs": [{} for _ in run.envs]} if run.envs else {}
     for dotted in sorted(derived):
         section, _, key = dotted.rpartition(".")

@@ -30,6 +30,7 @@ from treadle.config.section import (
     parse_numbers,
     shared,
 )
+from treadle.config.sft import SftConfig
 from treadle.config.sync import Quantization, with_fleet_mode
 from treadle.config.train import TrainConfig
 from treadle.errors import ConfigError
@@ -241,6 +242,7 @@ class RunConfig(Section):
     env: EnvConfig = EnvConfig()
     envs: tuple[EnvConfig, ...] = ()  # several environments: [[env]] tables; `env` then means nothing
     train: TrainConfig = TrainConfig()
+    sft: SftConfig = SftConfig()  # of `treadle sft`; `treadle run` does not use it
     cluster: ClusterConfig = ClusterConfig()
 
     @model_validator(mode="before")
@@ -266,6 +268,14 @@ class RunConfig(Section):
         return self
 
     @property
+    def is_supervised(self) -> bool:
+        """Whether these are the settings of a supervised run (`treadle sft`), which trains on rows, without an engine.
+
+        A file with an [sft] table may also be given to `treadle run`, which publishes its weights to an engine.
+        """
+        return bool(self.sft.source) and not self.train.mode.publishes
+
+    @property
     def environments(self) -> tuple[EnvConfig, ...]:
         """The environments of the run: those of several [[env]] tables, else the one of [env]."""
         return self.envs or (self.env,)
@@ -273,6 +283,8 @@ class RunConfig(Section):
     @property
     def task_name(self) -> str:
         """What is trained, where there is only room for a word; of several environments their names: "gsm8k + math"."""
+        if self.is_supervised:
+            return f"sft {Path(self.sft.source).name}"
         return " + ".join(labels_of(self.envs)) if self.envs else self.env.task_name
 
     def keys_of_envs(self, name: str) -> list[str]:

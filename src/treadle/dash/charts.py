@@ -204,9 +204,33 @@ CHARTS = (
 )
 
 
+SFT_CHARTS = (
+    _chart(
+        "Loss",
+        {"loss": "training", "eval_loss": "held-out"},
+        note="Mean negative logprob of the trained tokens of each step, and of held-out rows.",
+    ),
+    _chart("Learning rate", {"learning_rate": "learning rate"}),
+    *(chart for chart in CHARTS if chart.title in ("Gradient norm", "MFU")),
+    _chart(
+        "Time per step",
+        {"perf/fwd_bwd_s": "forward and backward", "perf/optimizer_s": "optimizer"},
+        note="Without the time for the held-out loss and for checkpoints.",
+        stacked=True,
+    ),
+    _chart(
+        "Tokens per second",
+        {"perf/trained_tok_s_wall_clock": "trained", "perf/forwarded_tok_s_wall_clock": "forwarded"},
+        note="Trained: tokens with a loss. Forwarded: these and their prompts.",
+    ),
+)
+
+
 def charts_of(run: RunFolder | None) -> tuple[Chart, ...]:
     """The charts of the page: those that the run has metrics for; with several environments or data sources also the
     held-out accuracy of each."""
+    if run is not None and run.is_supervised:
+        return SFT_CHARTS
     settings = run.config().get("train") if run is not None else None
     has_teacher = isinstance(settings, dict) and bool(settings.get("distill_coef"))
     charts = tuple(chart for chart in CHARTS if has_teacher or chart is not DISTANCE_FROM_TEACHER)

@@ -16,7 +16,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from treadle.dash.charts import CHARTS, charts_of, series_of, syncs_of
+from treadle.dash.charts import charts_of, series_of, syncs_of
 from treadle.dash.monitor import EngineMonitor, ProcessTable, ProcessView, QueueHistory
 from treadle.dash.rollouts import GroupIndexer, TokenDecoder, open_group, search, view_group
 from treadle.dash.run_folder import HeldOut, RunFolder, Runs, env_tables, task_of
@@ -138,6 +138,7 @@ class Routes:
                 "model": str(config.get("model") or ""),
                 "env": task_of(config),
                 "steps": config.get("steps"),
+                "is_supervised": own is not None and own.is_supervised,
                 "charts": await asyncio.to_thread(charts_of, own),
                 "meanings": {name: entry.meaning for name, entry in METRICS.items()},
                 "others": others,
@@ -151,7 +152,8 @@ class Routes:
         first, last = int_param(request, "first"), int_param(request, "last")
         num_points = min(MAX_POINTS, max(2, int_param(request, "points") or 600))
         asked = request.query_params.get("names", "")
-        names = asked.split(",") if asked else sorted({name for chart in CHARTS for name in chart.names})
+        charts = [] if asked else charts_of(run)
+        names = asked.split(",") if asked else sorted({name for chart in charts for name in chart.names})
         return as_json(await asyncio.to_thread(series_of, run, names, first, last, num_points))
 
     async def syncs(self, request: Request) -> Response:
@@ -188,10 +190,17 @@ class Routes:
         results = [result_in_words(held_out)]
         results += [f"{name}: {result_in_words(found)}" for name, found in by_env.items() if found]
         is_any_running = any(view.state == "running" and view.name != "hub" for view in processes)
+        is_supervised = own is not None and own.is_supervised
+        step = run.current_step
+        if own is not None and is_supervised:  # its trainer does not know this hub
+            with own.metrics.columns() as columns:
+                step = columns.steps[-1] if columns.steps else 0
+            is_any_running = not own.has_ended
         situation = RunFacts(
             explanation=self._explain(),
             has_trainer=run.trainer is not None,
-            step=run.current_step,
+            is_supervised=is_supervised,
+            step=step,
             planned_steps=steps,
             leased_step=leased.step if leased else None,
             leased_s=max(0.0, now - leased.at) if leased else None,
@@ -203,7 +212,7 @@ class Routes:
             result="; ".join(filter(None, results)),
         )
         stands = standing(situation)
-        health = own.health(run.current_step - WARNING_STEPS) if own is not None else []
+        health = own.health(step - WARNING_STEPS) if own is not None else []
         tiles, note = self._tiles(held_out, situation, len(health))
         return {
             "standing": stands,
@@ -211,7 +220,7 @@ class Routes:
             "tiles": tiles,
             "sampling_note": note,
             "health": health[-NUM_HEALTH_LINES:],
-            "step": run.current_step,
+            "step": step,
             "steps": situation.planned_steps,
             "queued": {"groups": counts.queued.groups, "sequences": counts.queued.sequences},
             "groups": {state: getattr(counts, state).groups for state in STATES},

@@ -156,6 +156,16 @@ class RunFolder:
         """All settings of the run; empty without a config.json."""
         return merge_derived(read_object(self.path / CONFIG_FILE))
 
+    @property
+    def is_supervised(self) -> bool:
+        """Whether `treadle sft` made it: it has no rollouts and no queue."""
+        return bool(_rows_of(self.config()))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its launcher has written the summary; a resumed run has none until it ends again."""
+        return (self.path / SUMMARY_FILE).is_file()
+
     def last_words(self) -> str:
         """The error that ended the run; "" if there was none or it is unknown."""
         return str(read_object(self.path / SUMMARY_FILE).get("last_words") or "")
@@ -279,9 +289,17 @@ def sources_of(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def task_of(config: Mapping[str, Any]) -> str:
-    """`"gsm8k + arithmetic/addition"`; "" if no environment is named."""
+    """`"gsm8k + arithmetic/addition"`, or "sft rows.jsonl"; "" if neither environment nor rows are named."""
+    if rows := _rows_of(config):
+        return f"sft {Path(rows).name}"
     names = ("/".join(str(table[key]) for key in ("name", "task") if table.get(key)) for table in env_tables(config))
     return " + ".join(filter(None, names))
+
+
+def _rows_of(config: Mapping[str, Any]) -> str:
+    """What a supervised run trained on; "" for any other run."""
+    table = config.get("sft") or {}
+    return str(table.get("data") or table.get("from_run") or "")
 
 
 def read_object(path: Path) -> dict[str, Any]:

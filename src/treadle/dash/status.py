@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -46,6 +47,7 @@ class RunFacts:
     is_measured: bool = False  # the last evaluation is done, or none is wanted
     result: str = ""  # held-out result in words
     last_words: str = ""  # the error that ended the run
+    is_supervised: bool = False  # it trains on rows, without hub and engine
 
 
 def standing(now: RunFacts) -> Standing:
@@ -78,6 +80,8 @@ def in_words(situation: RunFacts) -> list[str]:
 def _trainer(now: RunFacts) -> str:
     if _is_complete(now):
         return f"all {now.planned_steps} steps are trained"
+    if now.is_supervised:
+        return f"training step {now.step + 1}" if now.step else "measuring, or training the first step"
     if not now.has_trainer:
         return "no trainer has registered yet"
     if now.leased_step is not None and now.leased_s is not None and now.leased_step > now.step:
@@ -115,17 +119,19 @@ class Tile(msgspec.Struct, frozen=True, kw_only=True):
 
 def tiles_of(columns: Columns, held_out: Sequence[HeldOut], now: RunFacts, num_warnings: int) -> list[Tile]:
     step = now.step
-    reward = columns.known("reward", len(columns.steps))
-    first = f"{reward[0]:.3f} at step {columns.steps[0]}" if len(reward) > 1 else ""
     speeds = {
         "Generated tokens/s": _mean(columns.known("perf/generated_tok_s_wall_clock", RECENT_STEPS)),
         "Trained tokens/s": _mean(columns.known("perf/trained_tok_s_wall_clock", RECENT_STEPS)),
     }
     num_recent = min(RECENT_STEPS, len(columns.steps))
     recent = "last step" if num_recent == 1 else f"mean of the last {num_recent} steps"
+    if now.is_supervised:
+        del speeds["Generated tokens/s"]
+        results = [_change_tile(columns, "Loss", "loss"), _change_tile(columns, "Held-out loss", "eval_loss")]
+    else:
+        results = [_held_out_tile(held_out), _change_tile(columns, "Reward (mean score)", "reward")]
     return [
-        _held_out_tile(held_out),
-        Tile(name="Reward (mean score)", value=f"{reward[-1]:.3f}" if reward else "–", note=first),
+        *results,
         *(
             Tile(name=name, value="–", note="after the first step")
             if speed is None
@@ -140,6 +146,14 @@ def tiles_of(columns: Columns, held_out: Sequence[HeldOut], now: RunFacts, num_w
             is_bad=num_warnings > 0,
         ),
     ]
+
+
+def _change_tile(columns: Columns, name: str, metric: str) -> Tile:
+    """The last value of a metric, with the first one as a note."""
+    column = columns.by_name.get(metric, ())
+    known = [(step, value) for step, value in zip(columns.steps, column, strict=False) if not math.isnan(value)]
+    note = f"{known[0][1]:.3f} at step {known[0][0]}" if len(known) > 1 else ""
+    return Tile(name=name, value=f"{known[-1][1]:.3f}" if known else "–", note=note)
 
 
 def _held_out_tile(held_out: Sequence[HeldOut]) -> Tile:

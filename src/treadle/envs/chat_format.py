@@ -15,7 +15,7 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -135,6 +135,50 @@ class ChatTokenizer:
         ids = self._recent[key]
         # The model has sampled the end of its turn, unless it was truncated or stopped by a stop string.
         return list(ids[1:] if ids[:1] == [after] else ids)
+
+    def encode_turn(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Token ids of the last message, an assistant's, as a model samples it: its text, and the end of its turn."""
+        *before, turn = messages
+        text = turn.get("content")
+        if self._template is not None:
+            start = self.render(before, tools=tools)
+            whole = self.render(messages, add_generation_prompt=False, tools=tools)
+            if whole.startswith(start):  # else the template writes no header of a turn, or another one
+                text = whole.removeprefix(start).removesuffix(self._turn_ending)
+            elif turn.get("tool_calls"):
+                text = None
+        if not isinstance(text, str):
+            raise ModelError(
+                "the model's chat template cannot write this assistant's turn",
+                fix="write tool calls and reasoning into its content, or give the model another template",
+            )
+        return [*self.encode_text(text, is_beginning=False), self.end_of_turn]
+
+    @cached_property
+    def end_of_turn(self) -> int:
+        """The token that ends an assistant's turn: the special token that the template writes there, else the
+        tokenizer's eos_token."""
+        ids = self.encode_text(self._turn_ending, is_beginning=False)
+        special = {token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special}
+        if ids and ids[0] in special:
+            return ids[0]
+        token = self._tokenizer.token_to_id(self._special_tokens.get("eos_token", ""))
+        if token is None:
+            raise ModelError(
+                "the model's tokenizer has no eos_token, and its chat template writes no token at the end of a turn",
+                fix="name the token as eos_token in tokenizer_config.json",
+            )
+        return int(token)
+
+    @cached_property
+    def _turn_ending(self) -> str:
+        """What the template writes behind an assistant's text: "<|im_end|>\\n"."""
+        if self._template is None:
+            return ""
+        turns = ({"role": "user", "content": "."}, {"role": "assistant", "content": _END_OF_TURN})
+        return self.render(turns, add_generation_prompt=False).rpartition(_END_OF_TURN)[2]
 
     def _remember(self, key: str, ids: Sequence[int]) -> None:
         """Cache prompts: the rollouts of a group share them."""

@@ -19,7 +19,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from treadle.config.env import EnvConfig, labels_of_sources, parse_sources
 from treadle.envs.base import Environment, Item, stable_seed, stable_shuffle
@@ -30,6 +30,7 @@ from treadle.formatting import counted
 from treadle.log import get_logger
 
 log = get_logger("env")
+T = TypeVar("T")
 
 MAX_HELD_OUT = 256  # rows to hold out if no held-out ones are given, at most one in ten
 _NUM_REPORTED = 5  # broken rows that are logged individually
@@ -115,7 +116,7 @@ def load_data(config: EnvConfig, to_item: Callable[[Row], Item], dataset: str = 
             f"--env.eval-data names {counted(len(given), 'source')}, and --env.data {len(sources)}",
             fix="name one for each, in the same order, or none: each source then holds out its own",
         )
-    to_item = _with_columns(to_item, config.data_columns, is_mix=is_mix)
+    to_item = with_columns(to_item, config.data_columns, is_mix=is_mix)
     parts = [
         _load_source(config, source.name, eval_name, to_item) for source, eval_name in zip(sources, given, strict=True)
     ]
@@ -165,13 +166,13 @@ class _Part:
 
 def _load_source(config: EnvConfig, name: str, eval_name: str, to_item: Callable[[Row], Item]) -> _Part:
     splits = read_splits(name, split=config.data_split, held_out_split="" if eval_name else config.eval_split)
-    train, broken = _to_items(splits.train, to_item, name)
+    train, broken = convert_rows(splits.train, to_item, name)
     if eval_name:
         given = read_splits(eval_name, split=config.eval_split)
         asked_for = given.train if config.eval_split else given.held_out or given.train
-        held_out, also_broken = _to_items(asked_for, to_item, eval_name)
+        held_out, also_broken = convert_rows(asked_for, to_item, eval_name)
     elif splits.held_out:
-        held_out, also_broken = _to_items(splits.held_out, to_item, name)
+        held_out, also_broken = convert_rows(splits.held_out, to_item, name)
     else:
         held_out = hold_out(train)
         return _Part(train, held_out, broken, num_set_aside=len(held_out))
@@ -348,35 +349,36 @@ def _cached(dataset: str, part: str | None) -> Any:
     return found
 
 
-def _with_columns(to_item: Callable[[Row], Item], pairs: Sequence[str], *, is_mix: bool) -> Callable[[Row], Item]:
-    """`to_item` with renamed columns; `pairs` are ("question=problem", "answer=solution").
+def with_columns(convert: Callable[[Row], T], pairs: Sequence[str], *, is_mix: bool = False) -> Callable[[Row], T]:
+    """`convert` with renamed columns; `pairs` are ("question=problem", "answer=solution").
 
     Of several sources, a pair is for those that have its column.
     """
     wanted = dict(pair.split("=", 1) for pair in pairs)
 
-    def renamed(row: Row) -> Item:
+    def renamed(row: Row) -> T:
         missing = [column for column in wanted.values() if row.has(column) is None]
         if missing and not is_mix:
             raise RowError(row.lacks(*missing), fix="check --env.data-columns NAME=COLUMN")
         columns = {name: column for name, column in wanted.items() if column not in missing}
         own = {name: value for name, value in row.fields.items() if name not in columns.values()}
-        return to_item(Row({**own, **{name: row.fields[column] for name, column in columns.items()}}, row.place))
+        return convert(Row({**own, **{name: row.fields[column] for name, column in columns.items()}}, row.place))
 
-    return renamed if wanted else to_item
+    return renamed if wanted else convert
 
 
-def _to_items(
-    rows: Iterable[Row | BrokenRow], to_item: Callable[[Row], Item], source: str
-) -> tuple[list[Item], list[BrokenRow]]:
-    items: list[Item] = []
+def convert_rows(
+    rows: Iterable[Row | BrokenRow], convert: Callable[[Row], T], source: str
+) -> tuple[list[T], list[BrokenRow]]:
+    """The converted rows, and those that cannot be used; ConfigError if no row can be."""
+    items: list[T] = []
     broken: list[BrokenRow] = []
     for row in rows:
         try:
             if isinstance(row, BrokenRow):
                 broken.append(row)
             else:
-                items.append(to_item(row))
+                items.append(convert(row))
         except RowError as error:
             broken.append(BrokenRow(row.place, str(error), error.fix))
     for row in broken[:_NUM_REPORTED]:
@@ -385,7 +387,7 @@ def _to_items(
         log.warning("rows_skipped", source=source, count=len(broken), usable=len(items))
     if not items:
         problem = f"{source} has no usable row" + (f": {broken[0]}" if broken else ": it is empty")
-        usual = "write one JSON object a line, with the fields that the environment asks for"
+        usual = "write one JSON object a line, with the fields that are asked for"
         raise ConfigError(problem, fix=(broken[0].fix if broken else "") or usual)
     return items, broken
 

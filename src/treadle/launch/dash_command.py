@@ -85,7 +85,7 @@ def show_page(run: Path | None, *, opens: bool) -> int:
             return _serve_start_page(named, opens=opens)
     folder = find_run(run)
     config = load_run(folder / CONFIG_FILE)
-    if is_run_live(folder) or config.hub_url:
+    if (is_run_live(folder) and not config.is_supervised) or config.hub_url:
         return _show_served(config, opens=opens)
     with held_ports({"hub": (LOOPBACK, config.hub.port)}) as listeners:
         listener = listeners["hub"]

@@ -16,6 +16,7 @@ from yarl import URL
 
 from treadle.config.load import load_run, parse
 from treadle.config.schema import HubConfig, RunConfig
+from treadle.dash.run_folder import RunFolder
 from treadle.dash.web import PageError
 from treadle.errors import ConfigError
 from treadle.formatting import near, program
@@ -24,7 +25,7 @@ from treadle.launch.machine import port_of
 from treadle.launch.process_plan import CONFIG_FILE
 from treadle.net.access_tokens import HUB_TOKEN_VARIABLE, role_token
 from treadle.net.address import HANDED_FD, is_loopback_host, take_port, url_to
-from treadle.store.choice import queue_file
+from treadle.store.choice import RUN_FILE, queue_file
 
 LOOPBACK = "127.0.0.1"
 MAX_HUBS = 4  # open hubs of finished runs; the least recently used one is ended
@@ -36,6 +37,8 @@ END_S = 2.0  # time to end before it is killed; it has nothing to save
 def recorded_hub(folder: Path, config: RunConfig, port: int) -> HubConfig:
     """Settings of a hub that serves the recorded groups of a run, on loopback only."""
     database = queue_file(config.hub, folder)
+    if config.is_supervised:  # it has no groups: an empty queue
+        database = folder / RUN_FILE
     if database is None and not config.hub.store:
         raise ConfigError(
             f"the queue of this run is gone: {config.hub.database}; its page cannot be served",
@@ -44,6 +47,11 @@ def recorded_hub(folder: Path, config: RunConfig, port: int) -> HubConfig:
     own = {"host": LOOPBACK, "port": port, "run_folder": folder, "fresh": False, "validation_workers": 1}
     values = config.hub.model_dump() | own | ({} if database is None else {"database": database})
     return parse(HubConfig, values, source=str(folder / CONFIG_FILE))
+
+
+def _has_own_hub(folder: Path) -> bool:
+    """Whether a hub of the run itself serves its page now."""
+    return is_run_live(folder) and not RunFolder(folder).is_supervised
 
 
 @dataclass
@@ -99,7 +107,7 @@ class RunHubs:
             async with self._changing:
                 for folder, child in list(self._children.items()):
                     is_idle = not child.num_requests and time.monotonic() - child.used_at > self._idle_s
-                    if is_idle or not child.is_running() or is_run_live(folder):
+                    if is_idle or not child.is_running() or _has_own_hub(folder):
                         await self._end(folder)
 
     def close(self) -> None:
@@ -109,7 +117,7 @@ class RunHubs:
             _end_process(child.process)
 
     async def _hub_of(self, folder: Path) -> RunHub:
-        if is_run_live(folder):
+        if _has_own_hub(folder):
             return _live_hub(folder, await asyncio.to_thread(load_run, folder / CONFIG_FILE))
         known = self._children.get(folder)
         if known is not None and known.is_running():

@@ -24,7 +24,7 @@ from treadle.config.files import require_secrets
 from treadle.config.load import choose_steps, explicit_keys, keys_in, load_run, save_run, with_values
 from treadle.config.schema import RunConfig
 from treadle.errors import ConfigError, ModelError, ProcessDied, TreadleError, UserError, is_out_of_memory
-from treadle.formatting import counted
+from treadle.formatting import counted, near, program
 from treadle.launch import folder as run_folders
 from treadle.launch.attachment import (
     AttachedRun,
@@ -130,6 +130,8 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open
     with run_folders.locked(folder), ExitStack() as opened:
         # --hub.fresh applies to the start of a run: now the queue has its batches.
         config = load_run(folder / CONFIG_FILE, {**overrides, "hub.fresh": False})
+        if config.is_supervised:
+            raise ConfigError(f"{folder} is a supervised run", fix=f"{program()} sft --resume {near(folder)}")
         given = keys_in(config, overrides)
         config = merge_addresses(config, given)
         _check_same_queue(config, folder)

@@ -26,7 +26,7 @@ from treadle.envs.base import load_environment, prepare_task
 from treadle.envs.serving.assignment import choose_pace
 from treadle.errors import ConfigError, ModelError, Problems, require
 from treadle.launch.attachment import merge_addresses
-from treadle.launch.folder import check_disk_space
+from treadle.launch.folder import check_disk_space, is_run, result_of
 from treadle.launch.machine import Listeners, MachineFacts, held_ports, of_this_machine
 from treadle.launch.process_plan import AccessTokens, server_addresses
 from treadle.launch.ranks import choose_layout
@@ -175,30 +175,36 @@ def resolve_paths(config: RunConfig) -> RunConfig:
     if "/" in config.engine.vllm_python:
         names["engine.vllm_python"] = config.engine.vllm_python
     if config.model != DEFAULT_MODEL:
-        names["model"] = config.model
+        names["model"] = model_of(config.model)
     rewards = {key: tuple(map(_absolute_reward, value_of(config, key))) for key in config.keys_of_envs("rewards")}
-    found = {key: _absolute(name) for key, name in names.items()} | {
+    found = {key: absolute(name) for key, name in names.items()} | {
         key: _absolute_data(one) for key, one in data.items()
     }
     return with_values(config, found | rewards)
 
 
+def model_of(name: str) -> str:
+    """The folder of the trained model if `name` is the folder of a run, else `name`."""
+    folder = Path(name).expanduser()
+    return str(result_of(folder)) if is_run(folder) else name
+
+
 def _absolute_reward(reward: str | dict[str, Any]) -> str | dict[str, Any]:
     """With the absolute path of its file: "my.py:f", or {"type": "my.py:f"}."""
     if isinstance(reward, str):
-        return _absolute(reward)
-    return {**reward, "type": _absolute(reward["type"])} if isinstance(reward.get("type"), str) else reward
+        return absolute(reward)
+    return {**reward, "type": absolute(reward["type"])} if isinstance(reward.get("type"), str) else reward
 
 
 def _absolute_data(value: str) -> str:
     """With the absolute paths of all sources: "/data/a.jsonl:3,openai/gsm8k:main:1"."""
     sources = parse_sources(value)
     if len(sources) == 1:
-        return _absolute(value)
-    return ",".join(f"{_absolute(source.name)}:{source.weight}" for source in sources)
+        return absolute(value)
+    return ",".join(f"{absolute(source.name)}:{source.weight}" for source in sources)
 
 
-def _absolute(value: str) -> str:
+def absolute(value: str) -> str:
     """The absolute path of a file or folder, also of "my_env.py:name"; any other name unchanged."""
     path, colon, name = value.partition(".py:")
     file = Path(path + ".py" if colon else value).expanduser()

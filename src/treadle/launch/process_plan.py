@@ -198,7 +198,7 @@ def build_plan(
         **{f"{server}.port": port for server, port in ports.items() if server in ("hub", "engine", "router")},
         "train.hub_url": hub_url,
         **dict.fromkeys(config.keys_of_envs("hub_url"), hub_url),
-        "train.checkpoint_url": _own_folder(config.train.checkpoint_url, run_folder),
+        "train.checkpoint_url": folder_of_copies(config.train.checkpoint_url, run_folder),
         **_engines_of(config, engine_urls, hub_url),
         "engine.model": model_folder,
         "train.model": model_folder,
@@ -361,7 +361,7 @@ def spread_max_age(config: RunConfig, explicit: frozenset[str]) -> dict[str, Any
     return {**of_envs, "train.max_age": leased_ahead, **bound}
 
 
-def _own_folder(checkpoint_url: str, run_folder: Path) -> str:
+def folder_of_copies(checkpoint_url: str, run_folder: Path) -> str:
     """Below the URL that several runs may have."""
     parent = checkpoint_url.removesuffix(f"/{run_folder.name}").rstrip("/")
     return f"{parent}/{run_folder.name}" if parent else ""

@@ -18,6 +18,7 @@ from treadle.background import awake_s
 from treadle.config.load import load_run
 from treadle.config.schema import RunConfig
 from treadle.errors import ConfigError
+from treadle.formatting import near, program
 from treadle.launch import folder as run_folders
 from treadle.launch.monitor import RunMonitor
 from treadle.launch.process_plan import CONFIG_FILE, LOG_FOLDER
@@ -41,6 +42,11 @@ def watch_run(run: Path | None, *, plain: bool, once: bool) -> int:
     """Show the run until it ends, standard output is closed, or Ctrl-C; `once` prints the panel once."""
     folder = find_run(run)
     config = load_run(folder / CONFIG_FILE, {})
+    if config.is_supervised:
+        raise ConfigError(
+            f"{folder} is a supervised run, which has no hub to ask; treadle sft prints its steps itself",
+            fix=f"{program()} dash {near(folder)}",
+        )
     hub_url = watch_url(config, config.train.hub_url)
     history = reader_of(config, folder)
     monitor = RunMonitor(hub_url, dict, folder / LOG_FOLDER, stall_s=0.0)

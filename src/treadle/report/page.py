@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 
 from treadle.config.files import NOT_STORED, without_secrets
-from treadle.config.load import replace_text
+from treadle.config.load import replace_text, sections_left_out
 from treadle.config.schema import RunConfig
-from treadle.dash.charts import CHARTS, Series, charts_of, series_of
+from treadle.dash.charts import Series, charts_of, series_of
 from treadle.dash.export import export_page, group_answers
 from treadle.dash.rollouts import GroupView, TokenDecoder, view_group
 from treadle.dash.run_folder import HeldOut, MetricsFile, RunFolder
@@ -89,7 +89,7 @@ def page_answers(record: RunRecord) -> dict[str, Any]:
             "model": summary.model,
             "env": task_in_words(summary),
             "charts": charts_of(run),
-            "meanings": {name: METRICS[name].meaning for chart in CHARTS for name in chart.names},
+            "meanings": {name: METRICS[name].meaning for chart in charts_of(run) for name in chart.names},
             "others": [],
             "envs": [{"env_id": env_id, "name": groups[0].env} for env_id in env_ids] if groups[:1] else [],
             "states": sorted({view.summary.state for view in groups}),
@@ -151,7 +151,7 @@ def report_of(record: RunRecord) -> dict[str, Any]:
 
 
 def _series(run: RunFolder, history: History) -> Series:
-    names = sorted({name for chart in CHARTS for name in chart.names})
+    names = sorted({name for chart in charts_of(run) for name in chart.names})
     series = series_of(run, names, None, None, NUM_POINTS)
     return msgspec.structs.replace(
         series,
@@ -168,7 +168,12 @@ def _held_out(one: Evaluation) -> HeldOut:
 def _tiles(record: RunRecord, run: RunFolder) -> list[Tile]:
     summary, history = record.summary, record.history
     now = RunFacts(
-        explanation="", has_trainer=True, step=history.last_step, planned_steps=summary.steps, is_at_work=False
+        explanation="",
+        has_trainer=True,
+        step=history.last_step,
+        planned_steps=summary.steps,
+        is_at_work=False,
+        is_supervised=run.is_supervised,
     )
     with run.metrics.columns() as columns:
         *tiles, _ = tiles_of(columns, [_held_out(one) for one in history.evaluations], now, 0)
@@ -176,7 +181,7 @@ def _tiles(record: RunRecord, run: RunFolder) -> list[Tile]:
     step_s, num_warnings = history.mean("perf/step_s"), len(history.health)
     score = None if last is None else last.mean_score
     further = {
-        "Held-out mean score": "" if score is None else f"{score:.3f}",
+        **({} if run.is_supervised else {"Held-out mean score": "" if score is None else f"{score:.3f}"}),
         "Time": duration(summary.total_s) if summary.total_s else "",
         "Seconds per step": "" if step_s is None else f"{step_s:.2f}",
         "Peak memory": gigabytes(summary.peak_memory_bytes) if summary.peak_memory_bytes else "",
@@ -220,7 +225,11 @@ def in_words(record: RunRecord) -> list[str]:
     """The result of the run in a few sentences, no more certain than the figures are."""
     summary, history = record.summary, record.history
     sentences = [f"{model_name(summary.model)} was trained on {task_in_words(summary)}: {_steps(summary)}."]
-    sentences += _accuracy_in_words(*_first_and_last(history.evaluations))
+    if record.config.is_supervised:
+        losses = history.values("eval_loss")
+        sentences += [f"The held-out loss was {losses[0]:.3f} and is {losses[-1]:.3f}."] if len(losses) > 1 else []
+    else:
+        sentences += _accuracy_in_words(*_first_and_last(history.evaluations))
     for label, evaluations in history.by_env.items():
         sentences += [f"{label}: {sentence}" for sentence in _accuracy_in_words(*_first_and_last(evaluations))]
     sentences += _sampling_note(record)
@@ -287,7 +296,7 @@ def task_in_words(summary: Summary) -> str:
 
 def settings_of(config: RunConfig, requested: frozenset[str]) -> list[Setting]:
     """Every setting of the run by its dotted key; secret values are not shown."""
-    left_out = {"env"} if config.envs else {"envs"}
+    left_out = sections_left_out(config)
     used = flatten(without_secrets(config.model_dump(mode="json", exclude=left_out)))
     default = flatten(RunConfig().model_dump(mode="json"))
     return [

@@ -110,7 +110,7 @@ def summarize(config: RunConfig, run_folder: Path, history: History, outcome: Ou
         run=str(run_folder),
         is_complete=outcome.is_complete,
         model=config.model,
-        env=" + ".join(env.name for env in config.environments),
+        env=config.task_name if config.is_supervised else " + ".join(env.name for env in config.environments),
         task=config.task_name,
         seed=config.seed,
         steps=config.steps,

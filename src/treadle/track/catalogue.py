@@ -170,7 +170,8 @@ BATCH = (
 )  # fmt: skip
 
 LOSS = (
-    _E("loss", "", "What is minimised: policy_loss and the weighted KL term. Its value is no measure of progress.",
+    _E("loss", "", "What is minimised: policy_loss and the weighted KL term. Its value is no measure of progress. In "
+       "`treadle sft`: the mean negative logprob of the trained tokens.",
        trl="loss", atropos="train/loss"),
     _E("policy_loss", "", "The policy's part of the loss; 0 on average when every batch is on-policy.",
        trl="policy_loss", verl="actor/pg_loss"),
@@ -287,7 +288,15 @@ STEP = (
     _E("perf/cpu_memory_used_gb", "GB", "Host memory of the trainer.", verl="perf/cpu_memory_used_gb"),
 )  # fmt: skip
 
-SECTIONS = {"From the batch": BATCH, "From the loss": LOSS, "From the step": STEP}
+SUPERVISED = (
+    _E("eval_loss", "nats", "Mean negative logprob of the held-out rows' tokens; step 0 is the model before training.",
+       "falling", trl="eval_loss"),
+    _E("epoch", "epochs", "Passes over the rows, with the share of the current one.", trl="epoch"),
+)  # fmt: skip
+
+SECTIONS = {
+    "From the batch": BATCH, "From the loss": LOSS, "From the step": STEP, "Only in `treadle sft`": SUPERVISED,
+}  # fmt: skip
 DIALECTS = ("trl", "verl", "atropos")
 METRICS: dict[str, MetricEntry] = {entry.name: entry for entries in SECTIONS.values() for entry in entries}
 Value = TypeVar("Value")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,6 @@ from treadle.train.policy import Policy
 from treadle.train.publishing import Publish, publish_with_ranks
 from treadle.train.reference import Reference
 from treadle.train.stop import StopRequested
-from treadle.train.teacher import Teacher
 from treadle.wire.groups import LeasedBatch, fingerprint
 
 log = get_logger("trainer")
@@ -115,8 +114,15 @@ def accumulate_gradients(
     return ranks.total(stats)
 
 
+StepMetrics = Callable[[int, dict[str, float]], dict[str, float]]  # (step, measured) -> what is logged
+
+
+def all_metrics(_step: int, metrics: dict[str, float]) -> dict[str, float]:
+    return metrics
+
+
 class Feed(Protocol):
-    """Where the batches come from (feed.py)."""
+    """Where the batches come from (feed.py, or the rows of treadle.sft)."""
 
     def lease(self, step: int) -> LeasedBatch: ...
 
@@ -142,9 +148,10 @@ def train(
     health_file: HealthFile | None = None,
     check_stop: Callable[[], None] = lambda: None,
     card: CardSharing | None = None,
-    teacher: Teacher | None = None,
+    measure: StepMetrics = all_metrics,
 ) -> None:
-    """Train from `restored` to `config.steps`. `publish` brings a version of the weights to the engine.
+    """Train from `restored` to `config.steps`. `publish` brings a version of the weights to the engine. `measure` is
+    called on all ranks with the metrics of each step, after its publish, and returns those to log.
 
     A batch is acknowledged after its step is published. After a crash, steps since the last checkpoint are repeated on
     the same recorded batches: no step is skipped or counted twice.
@@ -189,17 +196,16 @@ def train(
                 **outcome.metrics(),
                 **({} if batch.micros else {"grad_norm": math.nan}),  # nothing was forwarded
                 **receipt.metrics(),
-                **({} if teacher is None else teacher.metrics()),  # the feed asks it
                 **throughput.metrics(batch, clock, epochs=epoch + 1),
             }
             step += 1
+            metrics = measure(step, metrics)
             card.record(clock.total_s)
             if tracker is not None:
                 tracker.log(step, metrics)
             if tokens is not None and policy.counts_micros:
                 tokens.keep(step, batch, frozen)
-            log.info("step", step=step, reward=metrics["reward"], grad_norm=outcome.grad_norm, seconds=clock.total_s)
-            _report_health(step, health.check(step, metrics), health_file)
+            _report(step, metrics, health.check(step, metrics), health_file)
             if step == config.steps:
                 checkpoints.save_final(policy, is_merged=config.merge_final)  # before the much larger checkpoint
             # Metrics are written before the checkpoint: a surplus line is dropped on resume, a missing one is lost.
@@ -232,7 +238,10 @@ def is_checkpoint_due(step: int, config: TrainConfig) -> bool:
     return interval > 0 and (step == config.steps or step % interval == 0)
 
 
-def _report_health(step: int, lines: Iterable[str], file: HealthFile | None) -> None:
+def _report(step: int, metrics: Mapping[str, float], lines: Iterable[str], file: HealthFile | None) -> None:
+    """Log a step, and what the health check found."""
+    shown = {name: metrics[name] for name in ("reward", "loss", "grad_norm") if name in metrics}
+    log.info("step", step=step, **shown, seconds=metrics["perf/step_s"])
     for line in lines:
         log.warning("health", step=step, message=line)
         if file is not None:

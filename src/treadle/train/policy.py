@@ -143,6 +143,16 @@ class Policy:
         """(logprobs_L, entropy_L) of the loss tokens, in fp32."""
         return self._score(self.model, micro)
 
+    def score_held_out(self, micro: Micro) -> Tensor:
+        """logprobs_L of the loss tokens, for a measurement: without dropout, and without a gradient to come.
+
+        Gradients are computed and dropped: without them, compiled layers would be compiled again.
+        """
+        with self.computing(), self._without_dropout():
+            logprobs_L = self._score(self.model, micro)[0].detach()
+        release_whole_weights(self.model)  # no backward pass does
+        return logprobs_L
+
     def reference(self, folder: Path) -> Reference:
         """The starting policy; `folder`: of the base model."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -27,14 +27,14 @@ from treadle.track.files import HEALTH_FILE, TOKENS_FOLDER, HealthFile
 from treadle.track.trackers import DEFAULT_PROJECT, group_of
 from treadle.train.card_sharing import share_card
 from treadle.train.checkpoint import Checkpoints
-from treadle.train.feed import HubFeed, open_feed
-from treadle.train.loop import RecentTokenRecord, train
+from treadle.train.feed import Aside, HubFeed, open_feed
+from treadle.train.loop import Feed, RecentTokenRecord, StepMetrics, all_metrics, train
 from treadle.train.optimizers import build_optimizer
-from treadle.train.policy import build_policy, compile_ahead
+from treadle.train.policy import Policy, build_policy, compile_ahead
 from treadle.train.publishing import Welcome
 from treadle.train.ranks import Ranks, join_ranks
 from treadle.train.stop import StopRequested, StopSwitch
-from treadle.train.teacher import open_teacher
+from treadle.train.teacher import Teacher, open_teacher
 from treadle.watch.waits import Waits, WaitSpec
 from treadle.watch.watchdog import ProcessFacts, Watchdog
 from treadle.wire.bridge import ReloadWeights, Updated
@@ -128,7 +128,50 @@ class TrainerProgress:
         return ProcessFacts(state=state, policy_version=version, counts={"micros": float(self._num_micros)})
 
 
-def run_trainer(config: TrainConfig) -> None:
+class RegisteredFeed(Feed, Protocol):
+    """A feed that is told when training begins, and when it ends early."""
+
+    def register(self, registration: RegisterTrainer) -> None: ...
+
+    def give_back(self, reason: str, *, counts: bool) -> None: ...
+
+
+class Stage(Protocol):
+    """What a trainer is fed with, and what it measures: rollouts from the hub, or rows (treadle.sft)."""
+
+    keeps_tokens: bool  # whether the values of each token are kept for the page
+
+    def connect(self, engine: AttachedModel, ranks: Ranks, waits: Waits) -> None:
+        """Called before the policy is built: what would make training impossible is found early."""
+
+    def open_feed(self, ranks: Ranks, check_stop: Callable[[], None], waits: Waits, aside: Aside) -> RegisteredFeed: ...
+
+    def begin(self, policy: Policy, tracker: Tracker | None, step: int) -> StepMetrics:
+        """`step`: the last one that was taken before; called on all ranks, `tracker` is that of rank 0."""
+
+
+class Reinforcement:
+    """Train on rollouts that the hub leases, if asked for with the logprobs of a teacher."""
+
+    keeps_tokens = True
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self._teacher: Teacher | None = None
+
+    def connect(self, engine: AttachedModel, ranks: Ranks, waits: Waits) -> None:
+        self._teacher = open_teacher(self._config, ranks, engine.folder, waits)
+
+    def open_feed(self, ranks: Ranks, check_stop: Callable[[], None], waits: Waits, aside: Aside) -> RegisteredFeed:
+        open_hub = partial(HubFeed, self._config.hub_url, waits=waits, teacher=self._teacher)
+        return open_feed(ranks, check_stop, aside, open_hub)
+
+    def begin(self, _policy: Policy, _tracker: Tracker | None, _step: int) -> StepMetrics:
+        teacher = self._teacher
+        return all_metrics if teacher is None else lambda _step, metrics: metrics | teacher.metrics()
+
+
+def run_trainer(config: TrainConfig, build_stage: Callable[[TrainConfig], Stage] = Reinforcement) -> None:
     stop = StopSwitch()
     ranks = join_ranks(config)
     torch.manual_seed(config.seed)
@@ -142,7 +185,7 @@ def run_trainer(config: TrainConfig) -> None:
     with Watchdog("trainer", name, waits, config.hub_url, progress.about):
         try:
             with _copied_checkpoints(config, ranks) if config.checkpoint_url else nullcontext() as copies:
-                _train(config, ranks, mode, waits, stop, progress, copies)
+                _train(config, build_stage(config), ranks, mode, waits, stop, progress, copies)
         except RuntimeError as error:
             if (out_of_memory := out_of_memory_error(error, config)) is not None:
                 raise out_of_memory from error
@@ -176,6 +219,7 @@ def _copied_checkpoints(config: TrainConfig, ranks: Ranks) -> AbstractContextMan
 
 def _train(
     config: TrainConfig,
+    stage: Stage,
     ranks: Ranks,
     mode: WatchedSync,
     waits: Waits,
@@ -183,10 +227,9 @@ def _train(
     progress: TrainerProgress,
     copies: CheckpointCopies | None,
 ) -> None:
-    if ranks.size == 1:  # sharded layers are compiled differently
-        _compile_while_engine_loads(config, progress)
+    _compile_while_engine_loads(config, ranks, progress)
     engine = mode.attach()
-    teacher = open_teacher(config, ranks, engine.folder, waits)
+    stage.connect(engine, ranks, waits)
     if ranks.leads and engine.layout is not None and not config.mode.adapters:
         engine = _with_untrained_weights(engine, engine.layout, mode, config)
     # The sync mode decides where the live weights are; rank 0 alone publishes them.
@@ -208,9 +251,9 @@ def _train(
         tracker, health_file = open_tracker(config), HealthFile(config.metrics_path.with_name(HEALTH_FILE))
         tracker.truncate_after(restored.step)
         health_file.truncate_after(restored.step)
-    tokens = RecentTokenRecord(config.metrics_path.parent / TOKENS_FOLDER, ranks.rank)
-    open_hub = partial(HubFeed, config.hub_url, waits=waits, teacher=teacher)
-    feed = open_feed(ranks, stop.check, Welcome(mode, policy), open_hub)
+    folder = config.metrics_path.parent / TOKENS_FOLDER
+    tokens = RecentTokenRecord(folder, ranks.rank) if stage.keeps_tokens else None
+    feed = stage.open_feed(ranks, stop.check, waits, Welcome(mode, policy))
     policy.computing = stop.computing
     stop.install()  # before this, a signal simply ends the process
     registration = _registration(config, restored.step, policy.vocab_size)
@@ -219,10 +262,11 @@ def _train(
         feed.register(registration)
     log.info("ready", step=restored.step, steps=config.steps, sequences_per_step=config.sequences_per_step)
     try:
+        measure = stage.begin(policy, tracker, restored.step)
         train(
             config, policy, optimizer, feed, mode.publish, checkpoints, tracker,
             reference=reference, restored=restored, tokens=tokens, health_file=health_file, check_stop=progress.check,
-            card=share_card(config, engine.layout, policy.device) if ranks.leads else None, teacher=teacher,
+            card=share_card(config, engine.layout, policy.device) if ranks.leads else None, measure=measure,
         )  # fmt: skip
         if is_done:
             feed.register(registration)  # after the publish: environments now evaluate the weights
@@ -239,10 +283,10 @@ def _train(
             tracker.close()
 
 
-def _compile_while_engine_loads(config: TrainConfig, progress: TrainerProgress) -> None:
+def _compile_while_engine_loads(config: TrainConfig, ranks: Ranks, progress: TrainerProgress) -> None:
     """Only time is saved, so an error here is not one of the run."""
     folder = local_folder(config.model) if "model" in config.model_fields_set else None
-    if folder is None:
+    if folder is None or ranks.size > 1:  # sharded layers are compiled differently
         return
     progress.loads("compiling layers", 0, 1)
     try:

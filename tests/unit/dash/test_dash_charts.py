@@ -147,7 +147,7 @@ def test_a_log_starts_at_a_whole_line_and_is_found_by_process_name(tmp_path: Pat
 
 def test_the_settings_of_a_run_include_what_it_derived(tmp_path: Path):
     save_run(RunConfig(), tmp_path / "config.json", ["engine.model", "train.engine_url"])
-    assert RunFolder(tmp_path).config() == RunConfig().model_dump(mode="json", exclude={"envs"})
+    assert RunFolder(tmp_path).config() == RunConfig().model_dump(mode="json", exclude={"envs", "sft"})
 
 
 def test_evaluations_are_read_and_a_file_that_is_none_is_left_out(tmp_path: Path):

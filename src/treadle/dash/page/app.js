@@ -7,7 +7,7 @@ import { showReport } from "./report.js";
 import { Rollouts } from "./rollouts.js";
 
 const ALL_VIEWS = ["overview", "rollouts", "processes"];
-const VIEWS = exported?.tabs ?? ALL_VIEWS;
+let VIEWS = exported?.tabs ?? ALL_VIEWS;
 const WORDS_MS = 2000;
 const by = (id) => document.getElementById(id);
 const views = {};
@@ -106,12 +106,16 @@ async function begin() {
   if (!exported) listen(); // first: an event between this and the first answers is repeated, not lost
   const early = Overview.firstSeries();
   const run = await whenAnswered();
+  if (run.is_supervised) { // it has no rollouts
+    VIEWS = VIEWS.filter((view) => view !== "rollouts");
+    by("tab-rollouts").hidden = true;
+  }
   by("task").textContent = run.env || run.name || "Treadle";
   by("run-about").replaceChildren(modelName(run.model), run.env ? element("span", { class: "folder" }, run.name) : "");
   by("run-about").title = run.model;
   by("all-runs").hidden = Boolean(exported) || !/\/runs\/[^/]+\/dash\/$/.test(location.pathname); // served by `treadle dash FOLDER`
   document.title = [run.env || run.name, modelName(run.model), "Treadle"].filter(Boolean).join(" – ");
-  views.overview = new Overview(run, { onStep: (step) => { show("rollouts"); views.rollouts.ofStep(step); } });
+  views.overview = new Overview(run, { onStep: (step) => { if (VIEWS.includes("rollouts")) { show("rollouts"); views.rollouts.ofStep(step); } } });
   const loaded = views.overview.load(early).then(() => { performance.mark("charts-drawn"); document.documentElement.dataset.drawn = "yes"; }, () => views.overview.refresh());
   views.rollouts = new Rollouts(run);
   if (exported) {
@@ -132,6 +136,7 @@ async function begin() {
   setInterval(() => {
     if (document.hidden) return;
     askNow();
+    if (run.is_supervised) views.overview.refresh(); // its trainer sends no events
     if (current() === "processes") views.processes.refresh();
   }, WORDS_MS);
 }

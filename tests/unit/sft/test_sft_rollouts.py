@@ -1,0 +1,75 @@
+"""The best completions of a run, taken from its own store by their sampled tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from treadle.config import load_run
+from treadle.config.load import save_run
+from treadle.errors import ConfigError
+from treadle.sft.rollouts import load_rollouts
+from treadle.store import Limits, NewGroup, Post, SqliteStore
+from treadle.wire.groups import IGNORED, ScoredGroup, pack_group
+
+PROMPT = [5, 6]
+
+
+def group(*rollouts: tuple[list[int], float], cut_off: bool = False) -> ScoredGroup:
+    """(completion, score) of each rollout."""
+    return ScoredGroup(
+        tokens=[[*PROMPT, *completion] for completion, _ in rollouts],
+        masks=[[IGNORED, IGNORED, *completion] for completion, _ in rollouts],
+        scores=[score for _, score in rollouts],
+        inference_logprobs=[[1.0, 1.0, *[-0.5] * len(completion)] for completion, _ in rollouts],
+        overrides=[{"finish_reason": "length" if cut_off else "stop"} for _ in rollouts],
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    """A run whose store holds these groups."""
+    config = load_run(None, {"hub.database": tmp_path / "hub.sqlite"})
+    save_run(config, tmp_path / "config.json")
+
+    def write(*groups: ScoredGroup):
+        packed = [
+            NewGroup(pack_group(one), size=one.size, num_tokens=sum(map(len, one.tokens)), format="binary")
+            for one in groups
+        ]
+        with SqliteStore.open(tmp_path / "hub.sqlite") as store:
+            store.append(Post(packed), Limits(groups=100)).result()
+        return config, tmp_path
+
+    return write
+
+
+def test_completions_with_a_good_score_are_taken_once(run):
+    config, folder = run(
+        group(([10, 1], 1.0), ([11, 1], 0.0), ([10, 1], 1.0)),
+        group(([12, 1], 1.0), ([13, 1], 0.5)),
+        group(([14, 15], 1.0), cut_off=True),
+        group(([10, 1], 1.0), ([16, 17, 18, 19, 1], 2.0)),
+    )
+    examples = load_rollouts(config, folder, 1.0, seq_len=6)
+    assert sorted(example.tokens.tolist() for example in examples) == [[*PROMPT, 10, 1], [*PROMPT, 12, 1]]
+    assert all(example.is_trained.tolist() == [False, False, True, True] for example in examples)
+    longer = load_rollouts(config, folder, 0.5, seq_len=7)
+    assert sorted(len(example.tokens) for example in longer) == [4, 4, 4, 7]
+
+
+def test_a_score_that_nothing_reached_is_refused_with_the_best_one(run):
+    config, folder = run(group(([10, 1], 0.25), ([11, 1], 0.0)))
+    with pytest.raises(ConfigError, match=r"the best of 2 scored 0\.25") as refused:
+        load_rollouts(config, folder, 1.0, seq_len=64)
+    assert refused.value.fix == "--min-score 0.25"
+    config, folder = run(group(([10, 11], 1.0), ([12, 13], 1.0), cut_off=True))
+    with pytest.raises(ConfigError, match=r"2 completions of .* and all were cut off"):
+        load_rollouts(config, folder, 1.0, seq_len=64)
+
+
+def test_a_run_without_completions_is_refused(run):
+    config, folder = run()
+    with pytest.raises(ConfigError, match="has no completions to train on"):
+        load_rollouts(config, folder, 1.0, seq_len=64)
