@@ -104,12 +104,13 @@ def test_one_worker_loads_it_once_while_the_loop_goes_on(folder):
                 num_turns += 1
 
         turning = asyncio.create_task(turn())
+        before = set(psutil.Process().children())  # of earlier tests in this process
         async with RewardPool(num_workers=2, time_limit_s=0.5, memory_limit_mb=64) as pool:
             rules = ScoreRules(Task(EnvConfig()), pool)
             completions = [Completion([0], [0.0], text, "stop", 0) for text in TEXTS]
             items = [Item.ask(PROMPT, answer="4", system="add: ") for _ in range(3)]
             groups = await asyncio.gather(*(rules.scores(item, completions) for item in items))
-            children = psutil.Process().children()
+            children = set(psutil.Process().children()) - before
         turning.cancel()
         return groups, children, num_turns
 
