@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from treadle.errors import EngineError, RequestError, SyncError
+from treadle.errors import EngineError, RequestError
 from treadle.log import get_logger
 from treadle.sync.delta import DELTA_FROM, WeightUpdate, from_tensors, set_weight
 from treadle.sync.process_group import BroadcastGroup, connect_store, form_group, local_address_towards
@@ -116,8 +116,8 @@ class BroadcastReceiver:
         started = time.monotonic()
         try:
             num_bytes = self._group.receive(as_held(weights))
-        except SyncError:
-            self.leave()
+        except BaseException:
+            self.leave()  # the trainer, which waits for this process in the middle of a send, then fails at once
             raise
         return Received(status="received", num_bytes=num_bytes, seconds=time.monotonic() - started)
 

@@ -217,6 +217,7 @@ class SmallEngine:
                 self.tokens.append(request.headers.get("authorization"))
                 body = msgspec.json.decode(await request.body() or b"{}")
                 if path == self.faults.fails_in:
+                    self._receiver.leave()  # as an engine that fails in the middle does
                     return Response(b'{"error": "the card is gone"}', 500)
                 while path == self.faults.hangs_in:
                     await asyncio.sleep(0.02)
