@@ -106,11 +106,12 @@ def word(refusal: Exception) -> str:
 
 
 def read(body: bytes | bytearray, decoder: msgspec.json.Decoder[Flat]) -> Flat:
-    """A flat message. True and false count as 1 and 0 where a number belongs, as they do in Python."""
+    """A flat message. Unless the decoder is strict, true and false count as 1 and 0 where a number belongs, as they do
+    in Python."""
     try:
         return decode(body, decoder)
     except Refused as refused:
-        if b"true" not in body and b"false" not in body:
+        if decoder.strict or (b"true" not in body and b"false" not in body):
             raise
         try:
             plain = msgspec.json.decode(body)

@@ -143,7 +143,7 @@ def _encode(page: Sequence[Event]) -> bytes:
 # ---- routes
 
 REPORT = msgspec.json.Decoder(ProcessReport, strict=False)
-VERDICTS = msgspec.json.Decoder(EngineVerdicts, strict=False)
+VERDICTS = msgspec.json.Decoder(EngineVerdicts)
 # Nobody reports in the name of another process: the hub reports about itself.
 TABLE_AGE_S = 0.1  # every environment reads the table of engines: calls within this time get the same one
 ROLES_OF_KIND = {"env": ENVIRONMENT, "trainer": TRAINER, "engine": ENGINE, "hub": ADMIN}
