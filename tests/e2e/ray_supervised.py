@@ -9,7 +9,7 @@ from pathlib import Path
 
 from treadle.config import load_run
 from treadle.launch.placement import LocalPlacement
-from treadle.launch.process_plan import ProcessSpec
+from treadle.launch.process_spec import ProcessSpec
 from treadle.launch.ray_cluster import RayPlacement, reserved_machines
 from treadle.launch.restarts import Progress, Replacements, TrainerRestarts
 from treadle.launch.supervisor import StopRequest, Supervisor

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from treadle import envs
-from treadle.cli import _HANDLERS, VERBS, main
+from treadle.cli import VERBS, main
 from treadle.config import EnvConfig
 from treadle.envs import base as env_base
 from treadle.help_texts import GUIDES
+from treadle.verbs import HANDLERS
 
 
 def treadle(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -93,7 +94,7 @@ def test_the_help_names_no_default_that_a_task_replaces(capsys: pytest.CaptureFi
 def test_every_verb_writes_its_stacks_on_sigusr1(monkeypatch: pytest.MonkeyPatch) -> None:
     for verb in VERBS:
         faulthandler.unregister(signal.SIGUSR1)
-        monkeypatch.setitem(_HANDLERS, verb, lambda words: 0)
+        monkeypatch.setitem(HANDLERS, verb, lambda words: 0)
         with pytest.raises(SystemExit):
             main([verb])
         assert faulthandler.unregister(signal.SIGUSR1), verb

@@ -24,7 +24,7 @@ from treadle.config.schema import RunConfig
 from treadle.config.section import HUB_TABLE
 from treadle.config.train import FLOAT32_LR
 from treadle.errors import ConfigError
-from treadle.launch.process_plan import AccessTokens
+from treadle.launch.process_spec import AccessTokens
 from treadle.net.access_tokens import HUB_TOKEN_VARIABLE, role_token
 from treadle.net.address import is_loopback_host, shown_url, without_token
 from treadle.net.probe import ProbeAnswer, ServerProbe

@@ -18,7 +18,7 @@ from treadle.launch.folder import is_run, result_of
 from treadle.launch.machine import ANY_FREE, held_ports, port_of, read_machine_facts
 from treadle.launch.placement import LocalPlacement
 from treadle.launch.preflight import ending_on_sigterm, prepare_model
-from treadle.launch.process_plan import ProcessSpec, child_environment
+from treadle.launch.process_spec import ProcessSpec, child_environment
 from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
 from treadle.net.client import OK, BlockingHttpClient, NoAnswer
 from treadle.report.summary import find_result

@@ -51,12 +51,12 @@ from treadle.launch.preflight import (
 from treadle.launch.process_plan import (
     CONFIG_FILE,
     LOG_FOLDER,
-    AccessTokens,
     RunPlan,
     build_plan,
     engines_of_machine,
     server_addresses,
 )
+from treadle.launch.process_spec import AccessTokens
 from treadle.launch.restarts import EngineRestarts, Progress, Replacements, TrainerRestarts
 from treadle.launch.supervisor import KILLED, Stopped, StopRequest, Supervisor
 from treadle.launch.view import RunPage, Screen, ViewState, choose_view, current_phase

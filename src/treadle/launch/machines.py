@@ -19,7 +19,7 @@ from treadle.config.train import TrainConfig
 from treadle.errors import ConfigError
 from treadle.gpus import Gpu
 from treadle.launch.machine import MachineFacts
-from treadle.launch.process_plan import ProcessSpec
+from treadle.launch.process_spec import ProcessSpec
 from treadle.net.access_tokens import HUB_TOKEN_VARIABLE
 from treadle.net.address import is_loopback_host
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE

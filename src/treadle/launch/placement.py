@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from treadle.launch.machine import Listeners
-from treadle.launch.process_plan import ProcessSpec
+from treadle.launch.process_spec import ProcessSpec
 from treadle.net.address import HANDED_FD
 
 

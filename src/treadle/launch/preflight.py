@@ -28,7 +28,8 @@ from treadle.errors import ConfigError, ModelError, Problems, require
 from treadle.launch.attachment import merge_addresses
 from treadle.launch.folder import check_disk_space, is_run, result_of
 from treadle.launch.machine import Listeners, MachineFacts, held_ports, of_this_machine
-from treadle.launch.process_plan import AccessTokens, server_addresses
+from treadle.launch.process_plan import server_addresses
+from treadle.launch.process_spec import AccessTokens
 from treadle.launch.ranks import choose_layout
 from treadle.net.access_tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, read_secret
 from treadle.net.address import shown_url

@@ -24,7 +24,7 @@ from treadle.errors import ConfigError, ProcessDied, UserError, require
 from treadle.gpus import VISIBLE
 from treadle.launch.machines import Machine, gpus_of_each
 from treadle.launch.placement import LocalPlacement, LocalProcess, ProcessHandle
-from treadle.launch.process_plan import ProcessSpec
+from treadle.launch.process_spec import ProcessSpec
 
 TESTED_VERSION = "2.60.0"
 RESERVE_S = 600.0  # for a machine: a cluster that scales by itself starts one in minutes

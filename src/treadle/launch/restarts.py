@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from treadle.errors import is_out_of_memory
 from treadle.formatting import counted
 from treadle.launch.machine import find_port, is_port_busy
-from treadle.launch.process_plan import ProcessSpec
+from treadle.launch.process_spec import ProcessSpec
 
 RANKS_END_S = 10.0  # for the other ranks to end by themselves
 SETTLE_S = 0.5

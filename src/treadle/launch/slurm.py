@@ -26,7 +26,7 @@ from treadle.errors import ConfigError, UserError
 from treadle.launch.machine import Listeners
 from treadle.launch.machines import Machine, gpus_of_each
 from treadle.launch.placement import LocalProcess
-from treadle.launch.process_plan import ProcessSpec
+from treadle.launch.process_spec import ProcessSpec
 from treadle.net.address import address_towards, is_loopback_host
 
 JOB_VARIABLE = "SLURM_JOB_ID"

@@ -21,7 +21,7 @@ from types import FrameType
 from treadle.background import awake_s
 from treadle.errors import ProcessDied, TreadleError, UserError
 from treadle.launch.placement import LocalPlacement, Placement
-from treadle.launch.process_plan import ProcessSpec
+from treadle.launch.process_spec import ProcessSpec
 from treadle.launch.restarts import (
     RANKS_END_S,
     SETTLE_S,

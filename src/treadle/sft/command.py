@@ -30,7 +30,8 @@ from treadle.launch import folder as run_folders
 from treadle.launch.machine import MachineFacts, read_machine_facts
 from treadle.launch.monitor import MemorySampler
 from treadle.launch.preflight import absolute, check_one_model, model_of, prepare_model
-from treadle.launch.process_plan import CONFIG_FILE, LOG_FOLDER, ProcessSpec, child_environment, folder_of_copies
+from treadle.launch.process_plan import CONFIG_FILE, LOG_FOLDER, folder_of_copies
+from treadle.launch.process_spec import ProcessSpec, child_environment
 from treadle.launch.ranks import choose_layout, name_of_rank, rank_variables
 from treadle.launch.restarts import Progress, TrainerRestarts
 from treadle.launch.supervisor import Stopped, StopRequest, Supervisor

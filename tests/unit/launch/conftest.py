@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.launch.process_plan import ProcessSpec
+from treadle.launch.process_spec import ProcessSpec
 
 SpecMaker = Callable[..., ProcessSpec]
 

@@ -29,7 +29,8 @@ from treadle.launch.attachment import attach, choose_model, merge_addresses, set
 from treadle.launch.job import RunSession, _start_phase, start_run
 from treadle.launch.monitor import SILENT_S, RunMonitor
 from treadle.launch.preflight import read_tokens
-from treadle.launch.process_plan import NO_TOKENS, AccessTokens, RunPlan, build_plan, server_addresses
+from treadle.launch.process_plan import RunPlan, build_plan, server_addresses
+from treadle.launch.process_spec import NO_TOKENS, AccessTokens
 from treadle.net.access_tokens import role_token
 from treadle.report.history import reader_of
 from treadle.wire.bridge import BridgeInfo

@@ -15,7 +15,8 @@ from treadle.launch.machines import Machine, facts_on, names_by_machine, place_p
 from treadle.launch.placement import LocalPlacement
 from treadle.launch.places import RunPlaces, on_machines
 from treadle.launch.preflight import read_tokens
-from treadle.launch.process_plan import NO_TOKENS, AccessTokens, RunPlan, build_plan, engines_of_machine
+from treadle.launch.process_plan import RunPlan, build_plan, engines_of_machine
+from treadle.launch.process_spec import NO_TOKENS, AccessTokens
 
 HOSTS = tuple(Machine(f"n{number}", f"10.0.0.{number}") for number in (1, 2, 3))
 PORTS = {"hub": 8000, "engine": 9001, "engine-1": 9002, "engine-2": 9003, "router": 9000}

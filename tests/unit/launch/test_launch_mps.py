@@ -11,7 +11,8 @@ import pytest
 from treadle.config.schema import RunConfig
 from treadle.errors import ConfigError
 from treadle.launch import mps
-from treadle.launch.process_plan import ProcessSpec, RunPlan
+from treadle.launch.process_plan import RunPlan
+from treadle.launch.process_spec import ProcessSpec
 
 ENGINE = ProcessSpec("engine", ("engine",), {"A": "1"}, Path("engine.log"))
 

@@ -11,7 +11,8 @@ from treadle.config.load import explicit_keys
 from treadle.config.train import FLOAT32_LR
 from treadle.errors import ConfigError
 from treadle.launch.machine import MachineFacts
-from treadle.launch.process_plan import NO_TOKENS, AccessTokens, RunPlan, build_plan, server_addresses
+from treadle.launch.process_plan import RunPlan, build_plan, server_addresses
+from treadle.launch.process_spec import NO_TOKENS, AccessTokens
 from treadle.net.access_tokens import CLIENT_ROLES, role_token
 
 RUN = Path("/data/runs/20260102-030405-arithmetic-addition")

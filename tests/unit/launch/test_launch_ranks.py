@@ -15,7 +15,8 @@ from treadle.config.load import explicit_keys
 from treadle.errors import ConfigError
 from treadle.gpus import Gpu
 from treadle.launch.mps import shares_card
-from treadle.launch.process_plan import ProcessSpec, RunPlan, build_plan
+from treadle.launch.process_plan import RunPlan, build_plan
+from treadle.launch.process_spec import ProcessSpec
 from treadle.launch.ranks import name_of_rank
 
 VLLM = {"engine.engine": "vllm"}

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.processes import free_port
 from treadle.errors import ProcessDied, UserError
-from treadle.launch.process_plan import ProcessSpec
+from treadle.launch.process_spec import ProcessSpec
 from treadle.launch.ranks import rank_variables
 from treadle.launch.restarts import Progress, RankEnd, Replacements, TrainerRestarts, first_of, with_rendezvous
 from treadle.launch.supervisor import StopRequest, Supervisor

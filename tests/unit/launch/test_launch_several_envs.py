@@ -17,7 +17,8 @@ from treadle.config.load import explicit_keys
 from treadle.dash.run_folder import RunFolder
 from treadle.dash.status import result_in_words
 from treadle.launch.preflight import run_label
-from treadle.launch.process_plan import AccessTokens, RunPlan, build_plan, shares_of
+from treadle.launch.process_plan import RunPlan, build_plan, shares_of
+from treadle.launch.process_spec import AccessTokens
 from treadle.launch.view import PlainView, ViewState, current_phase, draw
 from treadle.net.access_tokens import HUB_TOKEN_VARIABLE, role_token
 from treadle.report.history import reader_of

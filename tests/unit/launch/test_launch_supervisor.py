@@ -17,7 +17,7 @@ import pytest
 
 from tests.e2e.processes import free_port
 from treadle.errors import ProcessDied, UserError
-from treadle.launch.process_plan import ProcessSpec
+from treadle.launch.process_spec import ProcessSpec
 from treadle.launch.restarts import EngineRestarts, Progress, Replacements, TrainerRestarts
 from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
 from treadle.net.probe import answers_ok
@@ -235,7 +235,7 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from treadle.launch.machine import MachineFacts
-from treadle.launch.process_plan import ProcessSpec, child_environment
+from treadle.launch.process_spec import ProcessSpec, child_environment
 from treadle.launch.supervisor import StopRequest, Supervisor
 import os
 environment = child_environment(MachineFacts(1, False, launcher_pid=os.getpid(), environment=os.environ), threads=1, is_offline=True)
