@@ -42,12 +42,16 @@ def deadline_of(wait: str, usual_s: float) -> float:
 
 
 def reach(point: str) -> None:
-    """Pass a named point. Actions: kill9, exit, raise, sleep (an hour: until somebody kills the process)."""
+    """Pass a named point. Actions: kill9, exit, raise, sleep (an hour: until somebody kills the process), and slow:
+    `TREADLE_FAULT=engine:step:0.1:slow` sleeps for 0.1 seconds at every passage."""
     if not _wanted or not _wanted.startswith(f"{point}:"):
         return
     global _passed  # noqa: PLW0603 - one count a process is what the variable speaks of
     _passed += 1
     nth, _, action = _wanted.removeprefix(f"{point}:").partition(":")
+    if action == "slow":
+        time.sleep(float(nth))
+        return
     if _passed != int(nth):
         return
     if action == "kill9":

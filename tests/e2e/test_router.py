@@ -81,19 +81,19 @@ def test_engines_behind_the_router_die_and_hang_and_no_request_is_lost(tmp_path:
         process = subprocess.Popen(words, stdout=output, stderr=output, env=environment())
     fleet = Fleet(f"http://127.0.0.1:{hub_port}", tmp_path / "runs", process)
     try:
-        fleet.wait_until(lambda: fleet.num_serving == 2, "two engines that serve")
+        fleet.wait_until(lambda: len(fleet.serving) == 2, "two engines that serve")
         fleet.wait_until(lambda: is_ready(router_url), "router with an engine")
         with ForeignClient(router_url) as client:
             fleet.watch(2.0)
             fleet.kill_one()
             fleet.watch(2.0)
-            fleet.wait_until(lambda: fleet.num_serving == 2 and num_starts(fleet) == 3, "return of the engine")
+            fleet.wait_until(lambda: len(fleet.serving) == 2 and num_starts(fleet) == 3, "return of the engine")
             fleet.watch(2.0)
         with hanging(process.pid):
-            fleet.wait_until(lambda: fleet.num_serving == 1, "end of the wait for the engine that hangs")
+            fleet.wait_until(lambda: len(fleet.serving) == 1, "end of the wait for the engine that hangs")
             step = fleet.seen[-1][2]
             fleet.wait_until(lambda: fleet.seen[-1][2] >= step + 3, "steps without it")
-        fleet.wait_until(lambda: fleet.num_serving == 2, "return of the engine that hung")
+        fleet.wait_until(lambda: len(fleet.serving) == 2, "return of the engine that hung")
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 130, end_of(tmp_path / "runs" / OUTPUT)
     finally:
@@ -101,7 +101,7 @@ def test_engines_behind_the_router_die_and_hang_and_no_request_is_lost(tmp_path:
         process.wait()
     run = newest_run(fleet.folder)
     router_log = (run / "logs" / "router.log").read_text()
-    print(f"{len(client.statuses)} foreign requests; steps per second {fleet.rates()}")
+    print(f"{len(client.statuses)} foreign requests; (seconds, steps per second) by engines: {fleet.rates()}")
     assert set(client.statuses) == {200}
     assert len(client.statuses) >= 10
     assert json.loads((run / "config.json").read_text())["derived"]["openai"]["router_url"] == router_url

@@ -50,8 +50,8 @@ def export_page(title: str, answers: Mapping[str, Any], *, index: str = INDEX, e
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f"<title>{html.escape(title)}</title>\n<style>{styles}</style>\n"
     )
-    told = next(answers[name] for name in ("comparison", "report", "now") if name in answers)
-    summary = html.escape(" ".join(told["words"]))
+    result = next(answers[name] for name in ("comparison", "report", "now") if name in answers)
+    summary = html.escape(" ".join(result["words"]))
     body = (
         f"<noscript><p>{summary} This page needs JavaScript; it loads nothing from anywhere.</p></noscript>\n"
         f'<script type="application/json" id="exported">{embedded(answers)}</script>\n'

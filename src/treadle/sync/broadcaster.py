@@ -58,7 +58,7 @@ class Receiver:
 
 
 class BroadcastFailed(SyncError):
-    """`lost`: the engines that did not take part to the end; all of them where that cannot be told."""
+    """`lost`: the engines that did not take part to the end; all of them where that is not known."""
 
     def __init__(self, message: str, *, fix: str, lost: Sequence[EngineLink]) -> None:
         super().__init__(message, fix=fix)

@@ -129,7 +129,7 @@ class TrainerProgress:
 
 
 class RegisteredFeed(Feed, Protocol):
-    """A feed that is told when training begins, and when it ends early."""
+    """A feed with a call for the beginning of training, and one for an early end."""
 
     def register(self, registration: RegisterTrainer) -> None: ...
 

@@ -86,7 +86,8 @@ def test_items_are_drawn_in_exact_proportion_and_follow_from_the_seed(tmp_path: 
     assert all(sum(item.source == "b" for item in items[first : first + 4]) == 1 for first in range(0, 400, 4))
     again = mixed(tmp_path)
     assert [again.train_item(index) for index in reversed(range(400))][::-1] == items
-    other = [mixed(tmp_path, seed=1).train_item(index) for index in range(400)]
+    reseeded = mixed(tmp_path, seed=1)
+    other = [reseeded.train_item(index) for index in range(400)]
     assert [item.source for item in other] == [item.source for item in items]
     assert other != items
 

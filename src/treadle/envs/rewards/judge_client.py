@@ -176,7 +176,7 @@ class JudgeClient:
 
     def _usable(self, outcome: HttpAnswer | NoAnswer) -> HttpAnswer | Failure:
         if isinstance(outcome, HttpAnswer):
-            if outcome.status == _DISK_FULL:  # of the judge's machine, not of ours
+            if outcome.status == _DISK_FULL:  # on the machine of the judge
                 return Failure(f"status {outcome.status}: {outcome.message}", is_answer=True)
             if outcome.status == OK and not is_completion(outcome):
                 return Failure("its answer is no chat completion", is_answer=True)
