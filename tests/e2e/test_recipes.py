@@ -48,9 +48,9 @@ def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def supervised(folder: Path, data: str) -> Path:
+def supervised(folder: Path, data: str, *flags: str) -> Path:
     """The folder of a short `treadle sft` on these rows."""
-    words = ("-m", "treadle", "sft", "--data", data, "--model", "tiny", "--output", "sft", *SFT_FEWER)
+    words = ("-m", "treadle", "sft", "--data", data, "--model", "tiny", "--output", "sft", *SFT_FEWER, *flags)
     result = python(folder, *words)
     assert result.returncode == 0, result.stdout + result.stderr
     return newest_run(folder / "sft")
@@ -90,18 +90,19 @@ def test_alphabet_sort_is_learned_from_rows_and_then_from_rewards(folder):
 @pytest.mark.full
 def test_guess_number_is_learned_from_games_and_then_from_rewards(folder):
     assert python(folder, "recipes/guess-number/guess_number.py").returncode == 0
-    run = supervised(folder, "data/guess-number")
-    steps = train(folder, "guess-number", model=str(run))
-    assert all(1 <= row["rollout/reward/turns"] <= 6 for row in steps)
+    run = supervised(folder, "data/guess-number", "--steps", "120", "--train.lr", "3e-3")  # it writes numbers then
+    in_one_of_99 = json.dumps({"num_values": 99, "max_turns": 3})
+    steps = train(folder, "guess-number", "--env.args", in_one_of_99, model=str(run))
+    assert all(1 <= row["rollout/reward/turns"] <= 3 for row in steps)
 
 
 # A random model finds no right answer to these, so all scores of a group are the same; with a second reward, of which
 # no answer is right, they differ.
-LENGTH = {"type": "length", "weight": 0.1, "params": {"target": 8}}
+LENGTH = {"type": "length", "weight": 0.1, "params": {"target": 48}}
 
 
-def with_length(reward: str) -> tuple[str, str]:
-    return "--env.rewards", json.dumps([{"type": reward}, LENGTH])
+def with_length(reward: str) -> tuple[str, ...]:
+    return "--env.rewards", json.dumps([{"type": reward}, LENGTH]), "--env.max-token-length", "48"
 
 
 @pytest.mark.full
