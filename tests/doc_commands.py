@@ -100,7 +100,8 @@ def how(command: Command) -> str:
 def places(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work in a folder that has what the pages assume: an environment of the user's, data, our examples."""
     monkeypatch.chdir(folder)
-    (folder / "configs").symlink_to(ROOT / "configs")
+    for name in ("configs", "examples", "recipes"):
+        (folder / name).symlink_to(ROOT / name)
     (folder / "gsm8k").mkdir()
     for name in ("train.jsonl", "test.jsonl"):
         rows = (ROOT / "tests" / "data" / "gsm8k" / name).read_text().splitlines(keepends=True)
@@ -113,6 +114,10 @@ def places(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (folder / "reverse").mkdir()  # as examples/reverse_words.py writes it
     (folder / "reverse" / "train.jsonl").write_text((folder / "rows.jsonl").read_text())
+    for recipe in (ROOT / "recipes").iterdir():  # the rows that its script writes; tests/unit/recipes runs the scripts
+        if recipe.is_dir():
+            (folder / "data" / recipe.name).mkdir(parents=True)
+            (folder / "data" / recipe.name / "train.jsonl").write_text((folder / "rows.jsonl").read_text())
     (folder / "ds_config.json").write_text("{}")
     (folder / "engine.token").write_text("a-token-of-at-least-thirty-two-characters\n")
     (folder / "engine.token").chmod(0o600)

@@ -1,4 +1,4 @@
-"""Read README.md and docs/ as a user does: the commands, the snippets, the links and the names in them.
+"""Read README.md, docs/ and recipes/ as a user does: the commands, the snippets, the links and the names in them.
 
 A block that is not run says why in a comment right before it: <!-- not run: it needs a GPU -->
 """
@@ -135,4 +135,11 @@ def spans_of(text: str) -> list[str]:
 
 
 def read_pages() -> list[Page]:
-    return [Page(path) for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
+    return [
+        Page(path)
+        for path in (
+            ROOT / "README.md",
+            *sorted((ROOT / "docs").glob("*.md")),
+            *sorted((ROOT / "recipes").rglob("*.md")),
+        )
+    ]

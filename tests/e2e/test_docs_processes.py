@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from tests.doc_commands import treadle_words
-from tests.doc_pages import ROOT, Command
+from tests.doc_pages import Command
 from tests.e2e.processes import end_of, environment, free_port
 from tests.e2e.test_docs import BLOCKS, ONE_WORKER, SHORT_RUN, folder, register, started, treadle, write_model
 
@@ -69,7 +69,6 @@ def test_an_engine_of_the_pages_serves(command: Command, folder: Path) -> None:
 @pytest.mark.parametrize("command", [each for each in commands("env") if is_served(each)], ids=where)
 def test_an_environment_of_the_pages_delivers_groups(command: Command, folder: Path) -> None:
     write_model(folder)
-    (folder / "examples").symlink_to(ROOT / "examples")
     words = words_of(command, folder)
     with ExitStack() as stack:
         hub = stack.enter_context(started(["hub"], free_port(), folder, "/healthz"))

@@ -1,4 +1,4 @@
-"""The commands in README.md and docs/ work.
+"""The commands in README.md, docs/ and recipes/ work.
 
 Here every command is read by the real parser of its verb, up to where a process would start. With --full
 tests/e2e/test_docs.py and test_docs_processes.py run it, unless its page is marked with the reason why nobody does.
