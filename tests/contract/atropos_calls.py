@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from functools import cache
 from typing import Any, NamedTuple
 
 import httpx
@@ -108,3 +109,12 @@ def request_bytes(method: str, path: str, body: bytes = b"", *headers: str) -> b
 def chunked(body: bytes, size: int) -> bytes:
     pieces = [body[at : at + size] for at in range(0, len(body), size)]
     return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+
+
+@cache
+def sized(num_bytes: int) -> bytes:
+    """One group of exactly this many bytes, most of them tokens."""
+    num_tokens = num_bytes // 14
+    row = b"[" + b",".join([b"12345"] * num_tokens) + b"]"
+    body = b'{"tokens":[%s],"masks":[%s],"scores":[1.0],"images":"?"}' % (row, row)
+    return body.replace(b"?", b"x" * (num_bytes - len(body) + 1))

@@ -7,18 +7,15 @@ import gzip
 import json
 import select
 import socket
-import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 
 import httpx
 import msgspec
 import pytest
 
-from tests.contract.atropos_calls import JSON, TRAINER, chunked, group, raw_exchange, request_bytes
+from tests.contract.atropos_calls import JSON, TRAINER, chunked, group, raw_exchange, request_bytes, sized
 from tests.hub_process import HubProcess
 from treadle.wire.groups import BINARY_TYPE
 
@@ -26,7 +23,6 @@ MIB = 2**20
 PACKED = JSON | {"Content-Encoding": "gzip"}
 BINARY = {"Content-Type": BINARY_TYPE, "Content-Encoding": "gzip"}
 ROOM = 100 * MIB
-LATE_S = 0.5
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +52,6 @@ def processes(hub: HubProcess) -> list[int]:
 def memory(pid: int, name: str = "VmRSS") -> int:
     status = Path(f"/proc/{pid}/status").read_text()
     return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith(name)))
-
-
-@cache
-def sized(num_bytes: int) -> bytes:
-    """One group of exactly this many bytes, most of them tokens."""
-    num_tokens = num_bytes // 14
-    row = b"[" + b",".join([b"12345"] * num_tokens) + b"]"
-    body = b'{"tokens":[%s],"masks":[%s],"scores":[1.0],"images":"?"}' % (row, row)
-    return body.replace(b"?", b"x" * (num_bytes - len(body) + 1))
 
 
 class TestSizes:
@@ -217,50 +204,6 @@ class TestHostile:
         pieces = [body[at : at + 2**16] for at in range(0, len(body), 2**16)]
         packed = b"".join(map(gzip.compress, pieces))
         assert client.post("/scored_data", content=packed, headers=PACKED).status_code == 200
-
-
-def test_others_are_answered_while_60_megabytes_are_posted(hub: HubProcess, client: httpx.Client, tmp_path: Path):
-    """Original: 3.1 s in which nobody else is answered (S9). Other processes may keep the machine busy: a hub without
-    work answers at the same time, and the hub's own processes, which share two cores with them, may make it later by
-    some hundred milliseconds."""
-    late_s = []
-    with HubProcess(tmp_path) as idle, httpx.Client(base_url=idle.url, timeout=60.0) as idle_client:
-        while len(late_s) < 3 and min(late_s, default=1.0) >= LATE_S:
-            asked, beside = _status_times_during(hub, client, idle_client, sized(60 * 10**6))
-            p99_s, idle_p99_s = (statistics.quantiles(seconds, n=100)[98] for seconds in (asked, beside))
-            late_s.append(p99_s - idle_p99_s)
-            print(
-                f"{len(asked)} calls of /status, p99 {p99_s * 1000:.0f} ms, of an idle hub {idle_p99_s * 1000:.0f} ms"
-            )
-    assert min(late_s) < LATE_S
-
-
-def _status_times_during(
-    hub: HubProcess, client: httpx.Client, idle_client: httpx.Client, body: bytes
-) -> tuple[list[float], list[float]]:
-    answers: list[int] = []
-
-    def post() -> None:
-        with httpx.Client(base_url=hub.url, timeout=60.0) as poster:
-            answers.append(poster.post("/scored_data", content=body, headers=JSON).status_code)
-
-    def seconds_of_status(of: httpx.Client) -> float:
-        began = time.monotonic()
-        assert of.get("/status").status_code == 200
-        return time.monotonic() - began
-
-    seconds_of_status(client)
-    seconds_of_status(idle_client)
-    posting = threading.Thread(target=post)
-    posting.start()
-    asked, beside = [], []
-    while posting.is_alive():
-        asked.append(seconds_of_status(client))
-        beside.append(seconds_of_status(idle_client))
-        time.sleep(0.005)
-    client.get("/reset_data")
-    assert answers == [200]
-    return asked, beside
 
 
 def test_refused_bodies_leave_no_memory_behind_however_many_there_are(hub: HubProcess, client: httpx.Client):

@@ -26,7 +26,7 @@ from treadle.watch.waits import Waits
 from treadle.wire.groups import LeasedBatch
 from treadle.wire.hub import RegisterTrainer
 
-# How often the held-out loss is measured, unless the user sets it: at most so often, and in this share of the time.
+# How often the held-out loss is measured, without `steps_per_eval`: at most so many times, in this share of the time.
 NUM_EVALS, SHARE_OF_TIME, SHARE_OF_FORWARD = 10, 0.1, 1 / 3
 LOGGED = frozenset(entry.name for entry in SUPERVISED) | {
     "loss", "grad_norm", "learning_rate", "skipped_steps", "skipped_in_a_row", "time_s", "num_tokens",
