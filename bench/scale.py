@@ -1,9 +1,9 @@
 """Measure the limits of a hub under many environments and engines: python bench/scale.py --envs 1000 --engines 64
 
-Every simulated environment has three connections, as a real one: for its standing and its groups, for its reports, and
-for the table of engines, which it reads as often as a real one. Every simulated engine reports to the hub. One trainer
-leases and acknowledges batches without computing; after each it posts verdicts on all engines, as a real one that
-publishes to them. Load and hubs share the machine. Prints a line for each number of environments, as Markdown.
+Every simulated environment has three connections, as a real one: for its status polls and its groups, for its reports,
+and for the table of engines, which it reads as often as a real one. Every simulated engine reports to the hub. One
+trainer leases and acknowledges batches without computing; after each it posts verdicts on all engines, as a real one
+that publishes to them. Load and hubs share the machine. Prints a line for each number of environments, as Markdown.
 
     python bench/scale.py --envs 1000 --engines 64 --hubs 2 --store postgresql://USER@HOST/DATABASE
 
@@ -47,14 +47,14 @@ GROUP_SIZE, TOKENS = 8, 256
 GROUPS_PER_BATCH = 64
 WARM_UP_S = 6.0
 CALLS = 2000  # of a kind, with --per-call
-PROOFS_S = 1.0  # from the first engine's proof of a version to the last one's
+PROOFS_S = 1.0  # from the verification of a version in the first engine to that in the last one
 OURS = ["-m", "treadle", "hub", "--queue-limit-groups", "1000000"]
 LIKE_AIOHTTP = "Accept-Encoding: gzip, deflate\r\n"
 
 
 @dataclass
 class Counts:
-    standing_s: list[float] = field(default_factory=list)
+    status_s: list[float] = field(default_factory=list)
     post_s: list[float] = field(default_factory=list)
     report_s: list[float] = field(default_factory=list)
     table_s: list[float] = field(default_factory=list)
@@ -121,7 +121,7 @@ class Environment:
         self._num_present = 1
         self._table = Connection(port)
         self._read_s, self._is_reading = -1e9, False
-        self._seen: dict[int, int] = {}  # proved versions, as the table had them at the last read
+        self._seen: dict[int, int] = {}  # verified versions, as the table had them at the last read
 
     async def run(self) -> None:
         await asyncio.gather(self._work(), self._report(), self._watch_table())
@@ -134,9 +134,9 @@ class Environment:
             await asyncio.sleep(interval_s)
             if load.is_over:
                 break
-            answer = await timed(connection, load.counts.standing_s, "GET", f"/v1/envs/{self._env_id}")
-            standing = msgspec.json.decode(answer, type=EnvState)
-            self._num_present, interval_s = standing.num_present, poll_interval(standing)
+            answer = await timed(connection, load.counts.status_s, "GET", f"/v1/envs/{self._env_id}")
+            status = msgspec.json.decode(answer, type=EnvState)
+            self._num_present, interval_s = status.num_present, poll_interval(status)
             if time.perf_counter() >= next_post:
                 next_post += load.group_every_s
                 await self._wait_for_proof(self._chance.randrange(max(1, load.num_engines)))
@@ -146,7 +146,7 @@ class Environment:
         connection.close()
 
     async def _wait_for_proof(self, engine: int) -> None:
-        """An answer of an engine is used when the table says that the engine has proved the published version."""
+        """An answer of an engine is used when the table says that the published version is verified in it."""
         load = self._load
         while load.num_engines and self._seen.get(engine, 0) < load.version and not load.is_over:
             await asyncio.sleep(PROOF_POLL_S)
@@ -235,7 +235,7 @@ class Trainer:
         connection.close()
 
     async def _publish(self) -> None:
-        """Engines prove the new version one after the other, and the trainer posts verdicts after each proof."""
+        """The new version is verified in one engine after the other, and verdicts are posted after each."""
         load = self._load
         load.version += 1
         for number in range(load.num_engines):
@@ -348,7 +348,7 @@ async def cpu_per_call(server: Server, num_envs: int, num_engines: int) -> dict[
     found = {}
     for name, method, path, sent, headers in (
         ("report", "POST", "/v1/reports", bodies, ""),
-        ("standing", "GET", f"/v1/envs/{ids[0]}", [b""] * CALLS, ""),
+        ("status poll", "GET", f"/v1/envs/{ids[0]}", [b""] * CALLS, ""),
         ("table", "GET", "/v1/engines", [b""] * CALLS, LIKE_AIOHTTP),
         ("verdicts", "POST", "/v1/engines/verdicts", [load.verdicts()] * 200, ""),
         ("post of a group", "POST", "/v1/groups", [group] * 200, binary),
@@ -379,8 +379,8 @@ def rate_and_times(values_s: Sequence[float], seconds: float) -> str:
 
 
 COLUMNS = (
-    "environments", "registered in", "standings/s: p50, p99 ms", "reports/s", "table reads/s", "verdicts/s", "posts/s",
-    "trained groups/s", "cores of each hub", "of its workers", "MB", "engines that serve",
+    "environments", "registered in", "status polls/s: p50, p99 ms", "reports/s", "table reads/s", "verdicts/s",
+    "posts/s", "trained groups/s", "cores of each hub", "of its workers", "MB", "engines that serve",
 )  # fmt: skip
 
 
@@ -413,7 +413,7 @@ def main() -> None:
                 servers.append(stack.enter_context(serving([sys.executable, *OURS, *store, *fresh])))
             found = uvloop.run(measure(servers, options, num_envs))
             counts = found.counts
-            calls = (counts.standing_s, counts.report_s, counts.table_s, counts.verdict_s, counts.post_s)
+            calls = (counts.status_s, counts.report_s, counts.table_s, counts.verdict_s, counts.post_s)
             cells = [
                 str(num_envs),
                 f"{found.registered_s:.1f} s",
