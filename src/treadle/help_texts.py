@@ -131,7 +131,7 @@ GUIDES = MappingProxyType({
     ),
     "router": Guide(
         usage="[--hub-url URL] [--port N] [FLAG VALUE ...]",
-        about="Serve one address for the engines in a hub's table that have proved their weights (smg, extra fleet): "
+        about="Serve one address for the engines in a hub's table whose weights are verified (smg, extra fleet): "
         "requests go to an engine by load and prefix. treadle run --router smg starts it.",
         examples={
             "treadle router": "the engines of the hub at 127.0.0.1:8000, on 127.0.0.1:9000",

@@ -68,7 +68,7 @@ def run_with_a_killed_hub(output: Path, url: str, *flags: str) -> subprocess.Com
     return subprocess.CompletedProcess(words, process.returncode, stdout, stderr)
 
 
-def test_a_run_on_postgresql_survives_its_hub_and_is_kept_apart_from_others(
+def test_a_run_on_postgresql_survives_its_hub_and_stays_apart_from_others(
     tmp_path: Path, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ):
     url = postgres.new_database()

@@ -115,7 +115,7 @@ def reload(split, folder):
     split(split.engine.reload(folder, split.engine.policy_version + 1))
 
 
-def test_broadcasts_and_files_reach_both_workers_and_a_wrong_shard_is_named(split, publish, tmp_path):
+def test_broadcasts_and_files_reach_both_workers_and_bad_shards_are_named(split, publish, tmp_path):
     policy = Publishing(split.folder)
     policy.model = load(split.folder)
     check(split, policy)  # vLLM's own loader wrote these: each worker's parts are where we look for them

@@ -101,7 +101,7 @@ def draw(
     num_gpus = budget.job.train_gpus + budget.job.engine_gpus
     more = [s for s in suggestions if s.budget.job.train_gpus + s.budget.job.engine_gpus > num_gpus]
     here = [s for s in suggestions if s not in more]
-    for title, offers in (("what would make it fit, the least harm first", here), ("with more GPUs", more)):
+    for title, offers in (("settings that make it fit, cheapest first", here), ("with more GPUs", more)):
         if offers:
             lines += [Text(title, style="bold"), _offers(offers), Text()]
     if not suggestions and budget.verdict == "does not fit":

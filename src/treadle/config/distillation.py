@@ -37,7 +37,7 @@ class DistillationOptions(Section):
     )
     teacher_requests: PositiveInt = option(32, "rollouts that the teacher scores at the same time")
     teacher_timeout_s: Seconds = option(
-        300.0, "seconds for which a teacher that fails or does not answer is asked again; then the trainer stops"
+        300.0, "retry failed teacher requests for this many seconds, then stop the trainer"
     )
 
     @model_validator(mode="before")

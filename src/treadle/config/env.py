@@ -121,7 +121,7 @@ class ServerConfig(Section):
     base_url: Names = option(
         ("http://127.0.0.1:9001/v1",),
         "URL of the engine, with or without /v1; several URLs: requests are spread over the engines whose weights are "
-        "new enough; hub: over the engines in the hub's table that have proved their weights",
+        "new enough; hub: over the engines in the hub's table whose weights are verified",
     )
     model: str = shared("model", "its tokenizer and chat template are used")
     server_type: Literal["vllm", "openai"] = option("vllm", "wire format of the engine")

@@ -95,8 +95,8 @@ class EngineConfig(Section):
     hub_url: str = shared("hub_url", "the engine reports to it, for its page; empty: to none", default="")
     join: str = option(
         "",
-        "URL of the hub of a run with several engines, in which this one serves as soon as it has got the present "
-        "weights and proved them; settings that are not given are those of the run's engines",
+        "URL of a run's hub; this engine serves once it has loaded the current weights and they are verified; settings "
+        "that are not given are those of the run's engines",
     )
     name: str = option("engine", "name of this engine in the hub's table of engines and on the page")
     device: str = shared("device")
@@ -184,7 +184,7 @@ class RouterConfig(Section):
     )
     host: str = shared("host", "that of the engines, in $TREADLE_ENGINE_TOKEN")
     port: Port = option(9000, "port to listen on")
-    hub_url: str = shared("hub_url", "requests go to the engines in its table that have proved their weights")
+    hub_url: str = shared("hub_url", "requests go to the engines in its table whose weights are verified")
 
     def check_access(self, token: str) -> None:
         """Refuse an address that other machines can reach if there is no token."""

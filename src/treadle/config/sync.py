@@ -64,8 +64,8 @@ class SyncOptions(Section):
     )
     broadcast_host: str = option(
         "",
-        "use_shared_memory: name or address of this machine for the engine to reach it by; empty: MASTER_ADDR where "
-        "that is set, else the one on the network that the engine is on",
+        "use_shared_memory: address at which engines reach this machine; empty: MASTER_ADDR if it is set, else the one "
+        "on the engine's network",
     )
     vllm_restart_interval: PositiveInt | None = option(
         None,

@@ -321,8 +321,8 @@ class TrainConfig(
     )
     checkpoint_url: str = option(
         "",
-        "also copy them and the final model to s3://bucket/path, gs://, az:// or file://, and start from the newest "
-        "copy if it is newer; treadle run adds the name of the run folder",
+        "also copy checkpoints and the final model to s3://bucket/path, gs://, az:// or file://, and start from the "
+        "newest copy if it is newer; treadle run adds the name of the run folder",
     )
 
     @model_validator(mode="before")
@@ -393,7 +393,7 @@ class TrainConfig(
             raise ValueError("single_copy is for one engine, and engine_url names several: leave single_copy out")
         if self.verify_publish == "off":
             raise ValueError(
-                "verify_publish is off, and of several engines only those serve that have proved the weights: leave "
+                "verify_publish is off, and of several engines only those with verified weights serve: leave "
                 "verify_publish out"
             )
 

@@ -237,14 +237,14 @@ class FleetPool(EnginePool):
         """Wait until every version in the answer is proved; `before`: the table's row when the request was sent."""
         entry = engine.entry
         if entry is None or any(result.engine_id != entry.engine_id for result in results):
-            raise EngineAway(f"the engine at {engine.client.url} was restarted, and has proved nothing since")
+            raise EngineAway(f"the engine at {engine.client.url} was restarted, and its weights are not verified yet")
         versions = [completion.policy_version for result in results for completion in result.completions]
         oldest, newest = min(versions), max([*versions, *(result.newest_version for result in results)])
         began = awake_s()
         while not any(_has_proved(row, oldest, newest) for row in (before, engine.entry)):
             skipped = engine.entry is not None and oldest < (engine.entry.proved_since or 0)  # its proof has failed
             if skipped or engine.left.is_set() or awake_s() - began > PROOF_S:
-                raise EngineAway(f"the engine at {engine.client.url} has not proved version {newest}")
+                raise EngineAway(f"version {newest} is not verified in the engine at {engine.client.url}")
             await asyncio.sleep(PROOF_POLL_S)
             await self._read_table(PROOF_POLL_S)
 

@@ -141,7 +141,7 @@ class RoutedFleet(FleetPool):
             await self._read_table(0.0)
             engine = self._by_id.get(result.engine_id)
         if engine is None:
-            raise EngineAway(f"an engine answered that has proved no weights ({result.engine_id or 'it has no id'})")
+            raise EngineAway(f"an engine with unverified weights answered ({result.engine_id or 'it has no id'})")
         await self._until_proved(engine, entry, [result])
 
     def _fit(self) -> list[PoolMember]:

@@ -179,7 +179,7 @@ class ObserverRoutes:
                 roles=REPORTER, body=ProcessReport, answer=ReportTaken,
             ),
             Endpoint(
-                "GET", "/v1/engines", self.engines, "the engines of the run, and which weights each has proved",
+                "GET", "/v1/engines", self.engines, "the engines of the run, and which weights are verified in each",
                 roles=OBSERVER, answer=Engines,
             ),
             Endpoint(

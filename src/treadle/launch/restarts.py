@@ -153,7 +153,7 @@ class EngineRestarts:
             self._say(f"{name} ended {failed} times in a row before it had loaded ({end}); it is not started again")
             return None
         pause_s = min(2.0**failed, LONGEST_PAUSE_S)
-        self._say(f"{name} ended ({end}); it starts again in {pause_s:.0f} s, receives the weights and proves them")
+        self._say(f"{name} ended ({end}); it starts again in {pause_s:.0f} s, receives the weights and is verified")
         return pause_s
 
     def at_free_port(self, spec: ProcessSpec) -> ProcessSpec:
@@ -171,8 +171,8 @@ class EngineRestarts:
 
 
 class Replacements:
-    """Counts the restarts of environments, engine and hub, for each its own, by the same rules. `say` gets the name of
-    the process and a line; `has_published`: whether the trainer that runs now has published its weights."""
+    """Counts the restarts of environments, engine, hub and router, each its own, by the same rules. `say` gets the name
+    of the process and a line; `has_published`: whether the trainer that runs now has published its weights."""
 
     def __init__(
         self,

@@ -223,7 +223,8 @@ class FleetSync(SyncMode, ABC):
                 if not late and waited_s > LOADING_S + deadline_s:
                     reasons = "; ".join(f"{shown_url(m.url)}: {m.reason}" for m in self._members.values() if m.reason)
                     raise SyncError(
-                        f"no engine has proved version {version} within {waited_s:.0f} s ({reasons or 'none joined'})",
+                        f"version {version} was not verified in any engine within {waited_s:.0f} s "
+                        f"({reasons or 'none joined'})",
                         fix=_START_ONE,
                     )
                 self._changed.wait(POLL_S)

@@ -126,7 +126,7 @@ class BroadcastFleetSync(FleetSync):
         while busy := [member for member in members if member.is_busy and member.state != "out"]:
             if awake_s() - began > deadline_s:
                 for member in busy:
-                    self._drop(member, f"it did not end its proof before version {version} within {deadline_s:.0f} s")
+                    self._drop(member, f"it was not verified before version {version} within {deadline_s:.0f} s")
             time.sleep(POLL_S)
 
     def _broadcast(self, policy: Publishable, published: PublishedVersion, members: Sequence[FleetMember]) -> None:

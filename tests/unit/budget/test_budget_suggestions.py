@@ -119,7 +119,7 @@ def test_24b_on_192_gb_cards_trains_with_adamw_on_three() -> None:
     assert verdicts == {1: "does not fit", 2: "does not fit", 3: "fits"}
 
 
-def test_72b_on_six_80_gb_cards_is_offered_host_memory_adapters_or_more_cards() -> None:
+def test_72b_on_six_80_gb_cards_is_offered_host_memory_lora_or_more_cards() -> None:
     """AdamW on two ranks: 654 GB for each card. 145 GB of weights on two cards leave room for nothing else."""
     job = PlannedJob(QWEN_72B, train_gpus=2, engine_gpus=4, gpu_memory_utilization=0.9)
     budget = estimate(job, H100)

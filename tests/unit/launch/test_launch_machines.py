@@ -89,7 +89,7 @@ def test_without_gpus_each_of_several_engines_has_a_machine() -> None:
     assert plan.config.openai.router_url == "http://10.0.0.1:9000"
 
 
-def test_engines_that_join_by_themselves_leave_the_first_machine_to_the_hub() -> None:
+def test_without_engines_of_its_own_a_run_has_only_the_hub_on_machine_0() -> None:
     plan = plan_on(HOSTS, {"cluster.nodes": "3", "engines": "0"})
     assert names_by_machine(plan.processes, 3) == ["hub", "env, trainer", "trainer-1"]
 

@@ -251,7 +251,7 @@ threading.Thread(target=end_once, daemon=True).start()
 @pytest.mark.parametrize(
     ("victim", "again"), [("env", ["env"]), ("engine", ["engine", "trainer", "env"])], ids=["environment", "engine"]
 )
-def test_with_an_engine_its_callers_start_again_but_not_with_an_environment(
+def test_callers_restart_with_an_engine_but_not_with_an_environment(
     make_spec, server_code, tmp_path: Path, victim: str, again: list[str]
 ) -> None:
     lives, port = tmp_path / "lives", free_port()

@@ -214,7 +214,7 @@ def test_a_copy_of_the_served_model_is_the_same_model(folder, tmp_path):
         trainer.publish(0)
 
 
-def test_a_model_that_is_elsewhere_on_the_engines_machine_is_the_trainers_own(folder):
+def test_the_trainers_folder_is_used_if_the_engines_folder_is_missing_here(folder):
     elsewhere = Path("/on/another/machine/tiny")
     config = TrainConfig(model=str(folder), weight_bridge_mode="reload")
     assert choose_folder(config, elsewhere) == folder

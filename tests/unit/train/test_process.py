@@ -119,7 +119,7 @@ def test_the_engine_says_which_version_its_weights_are(engine_url, folder, tmp_p
     assert (sync.fetch_layout().policy_version, sync.fetch_layout().is_held) == (4, True)
 
 
-def test_a_trainer_does_not_begin_at_step_0_from_weights_that_another_run_trained(engine_url, folder, tmp_path):
+def test_a_new_run_refuses_an_engine_with_weights_of_another_run(engine_url, folder, tmp_path):
     """One of the same run, which was killed before its first checkpoint: tests/e2e/test_trainer_restarts.py."""
     trainer = get_context("spawn").Process(
         target=publish_steps, args=(settings(folder, tmp_path, engine_url=engine_url), 1, 4)

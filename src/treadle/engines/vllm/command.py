@@ -212,7 +212,7 @@ def check_supported(config: EngineConfig, model: CheckpointFacts, vllm: Installa
             raise ConfigError(f"{given} does not go to vLLM from here", fix=fix)
     if any(given.startswith(SCHEDULING_FLAG) for given in flags):
         raise ConfigError(
-            f"{SCHEDULING_FLAG} is always priority here: what proves a publish goes before rollouts",
+            f"{SCHEDULING_FLAG} is always priority here: requests that verify a publish go before rollouts",
             fix=f"leave {SCHEDULING_FLAG} out of --vllm-args",
         )
     if config.quantization != "none" and vllm.is_cpu:

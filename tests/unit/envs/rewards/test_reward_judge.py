@@ -213,7 +213,7 @@ def test_the_loop_goes_on_and_other_questions_are_answered_while_one_hangs():
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_a_refused_key_or_model_ends_the_environment_without_naming_the_key(status, monkeypatch):
+def test_a_refused_key_or_model_ends_the_environment_and_hides_the_key(status, monkeypatch):
     monkeypatch.setenv("MY_KEY", "sk-secret")
 
     def script(question, number):
@@ -340,7 +340,7 @@ def test_a_judge_that_always_prefers_the_first_says_nothing():
     assert len(server.bodies) == 6
 
 
-def test_comparisons_are_bounded_and_equal_texts_are_a_tie_without_a_question():
+def test_comparisons_are_bounded_and_equal_texts_tie_without_a_question():
     with judging(longer_wins) as server:
         reward = judge_of(server, mode="pairwise", opponents=2)
         results = score(reward, inputs_of(*("a" * n for n in range(1, 9))))
@@ -406,7 +406,7 @@ def rollouts_of(environment, *texts):
     return rollouts
 
 
-def test_a_rollout_without_a_verdict_does_not_train_and_the_metrics_say_why():
+def test_a_rollout_without_a_verdict_does_not_train_and_metrics_say_why():
     def script(question, _):
         return "no idea" if text_of(question) == "bad" else by_length(question, 0)
 
