@@ -105,15 +105,15 @@ is_ready() {
   echo "== installed in $((SECONDS - started)) s"
 }
 
-# install_debian SCRIPT WHAT PACKAGE: install a Debian package that the tests need, or say how to.
+# install_debian SCRIPT WHAT PACKAGE...: install Debian packages that the tests need, or say how to.
 install_debian() {
   if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-    echo "$1: there is no $2 for the tests; install one: sudo apt-get install $3" >&2
+    echo "$1: there is no $2 for the tests; install one: sudo apt-get install ${*:3}" >&2
     exit 1
   fi
-  echo "$1: installing $3"
+  echo "$1: installing ${*:3}"
   export DEBIAN_FRONTEND=noninteractive
   # On a newly created machine another apt-get may still be running: wait for it.
   apt-get -q -o DPkg::Lock::Timeout=300 update >/dev/null
-  apt-get -q -y -o DPkg::Lock::Timeout=300 install --no-install-recommends "$3" >/dev/null
+  apt-get -q -y -o DPkg::Lock::Timeout=300 install --no-install-recommends "${@:3}" >/dev/null
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -12,6 +13,7 @@ from tests.tiny_model import write_tiny_model
 STEPS = 16
 
 
+@pytest.mark.full  # tests/golden and tests/unit/train/test_teacher.py check each part of it
 def test_a_run_moves_to_its_teacher_without_any_reward(tmp_path):
     student = write_tiny_model(tmp_path / "student", hidden_size=64, num_layers=1)
     teacher = write_tiny_model(tmp_path / "teacher", seed=7, hidden_size=64, num_layers=1)

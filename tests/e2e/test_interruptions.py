@@ -24,7 +24,8 @@ STEPS = 12
 # Several names: they are killed at the same moment.
 CTRL_C, LAUNCHER = ("ctrl-c",), "launcher"
 CHAINS = [
-    pytest.param((CTRL_C, ("train", "env"), ("hub", "engine", LAUNCHER)), id="each process"),
+    pytest.param((CTRL_C, ("hub", "engine", LAUNCHER)), id="Ctrl-C, then a crash"),
+    pytest.param((("train", "env"),), id="trainer and environment", marks=pytest.mark.full),
     pytest.param((("hub",), ("engine",), ("env",)), id="each server alone", marks=pytest.mark.full),
     pytest.param((("train",), (LAUNCHER,)), id="trainer and launcher alone", marks=pytest.mark.full),
 ]
@@ -174,6 +175,7 @@ def test_a_run_replaces_what_dies_and_equals_an_undisturbed_one(model, undisturb
     assert final_weights(launched.run) == final_weights(undisturbed)
 
 
+@pytest.mark.full
 def test_a_run_killed_after_its_last_checkpoint_is_finished_by_resume(undisturbed):
     """Last in this file: it changes the folder of the undisturbed run."""
     weights = final_weights(undisturbed)

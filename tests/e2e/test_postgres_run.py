@@ -68,6 +68,7 @@ def run_with_a_killed_hub(output: Path, url: str, *flags: str) -> subprocess.Com
     return subprocess.CompletedProcess(words, process.returncode, stdout, stderr)
 
 
+@pytest.mark.full  # tests/contract/test_hub_postgres.py kills hubs on a database too, without a run around them
 def test_a_run_on_postgresql_survives_its_hub_and_stays_apart_from_others(
     tmp_path: Path, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ):
