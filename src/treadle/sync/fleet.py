@@ -104,6 +104,9 @@ class FleetSync(SyncMode, ABC):
     def _num_bytes(self, published: PublishedVersion, handed: Sequence[HandedOver]) -> int:
         """That went to the engines."""
 
+    def _end_proofs(self) -> None:
+        """Called before a new version replaces the last one: wait for proofs that it would disturb."""
+
     def _receive_later(self, member: FleetMember, published: PublishedVersion) -> None:
         """The member has joined, or returned, after this version was published."""
         self._begin(member, published)
@@ -146,11 +149,13 @@ class FleetSync(SyncMode, ABC):
             self._replace_earlier_verdicts()
         published = PublishedVersion(version, folder, expected)
         saved = time.monotonic()
+        self._end_proofs()
         with self._lock:
             is_first = self._published is None
             self._published = published
             members = [member for member in self._members.values() if member.state != "out"]
-            awaited = [member for member in members if is_first or member.state == "serving"]
+            # A joining engine that has proved an earlier version would else be late at every publish.
+            awaited = [m for m in members if is_first or m.state == "serving" or m.has_proved]
             for member in members:
                 member.pending = published
         self._distribute(policy, published, members)
@@ -235,15 +240,14 @@ class FleetSync(SyncMode, ABC):
         """Bring this version to the member, after what is under way there; an older one that waits is skipped."""
         member.pending = published
         if not member.is_busy:
-            member.is_busy = True
+            member.receiving = published
             in_background("engine", partial(self._bring_pending, member))
 
     def _bring_pending(self, member: FleetMember) -> None:
         """The member's thread."""
         while True:
             with self._lock:
-                published = member.pending
-                member.is_busy = published is not None
+                published = member.receiving = member.pending
             if published is None:
                 return
             self._bring(member, published)
@@ -273,7 +277,7 @@ class FleetSync(SyncMode, ABC):
             if member.proved_since is None or (member.proved_version or 0) > published.version:
                 member.proved_since = published.version
             member.proved_version, member.proved_at = published.version, time.time()
-            member.handed, member.verified = handed, verified
+            member.handed, member.verified, member.has_proved = handed, verified, True
             if self._published is published:  # else the next version follows
                 if member.state != "serving":
                     log.info("engine_serves", engine=shown_url(member.url), version=published.version)
@@ -312,7 +316,7 @@ class FleetSync(SyncMode, ABC):
         with self._lock:
             if member.state != "out":
                 log.warning("engine_out", engine=shown_url(member.url), reason=reason, was=member.state)
-            member.state, member.reason = "out", reason
+            member.state, member.reason, member.has_proved = "out", reason, False
             member.num_failures += 1
             member.retry_at_s = awake_s() + min(FIRST_RETRY_S * 2**member.num_failures, LONGEST_RETRY_S)
             self._changed.notify_all()

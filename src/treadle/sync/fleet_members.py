@@ -53,7 +53,8 @@ class FleetMember:
     proved_version: int | None = None
     proved_at: float | None = None
     pending: PublishedVersion | None = None  # what it receives and proves now, or next
-    is_busy: bool = False  # whether that thread runs
+    receiving: PublishedVersion | None = None  # what its thread brings now; None: no thread runs
+    has_proved: bool = False  # any version of this trainer since it joined, or was taken out last
     num_failures: int = 0
     retry_at_s: float = 0.0
     handed: HandedOver | None = None
@@ -62,6 +63,10 @@ class FleetMember:
     @property
     def url(self) -> str:
         return self.link.url
+
+    @property
+    def is_busy(self) -> bool:
+        return self.receiving is not None
 
     def verdict(self) -> EngineVerdict:
         return EngineVerdict(

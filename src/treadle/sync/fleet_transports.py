@@ -59,7 +59,10 @@ class FileFleetSync(FleetSync):
         self._files.clean_up(member.link, handed)
 
     def _num_bytes(self, published: PublishedVersion, handed: Sequence[HandedOver]) -> int:
-        size = self._live.keep_newest(_folder_of(published))
+        with self._lock:
+            received = [member.receiving for member in self._members.values()]
+        in_use = [_folder_of(version) for version in received if version is not None]
+        size = self._live.keep_newest(_folder_of(published), in_use)
         return sum(one.num_bytes(size) for one in handed)
 
 
@@ -83,7 +86,6 @@ class BroadcastFleetSync(FleetSync):
         return None
 
     def _distribute(self, policy: Publishable, published: PublishedVersion, members: Sequence[FleetMember]) -> None:
-        self._end_proofs(members, published.version)
         self._broadcast(policy, published, members)
 
     def _hand_over(self, member: FleetMember, published: PublishedVersion) -> HandedOver:
@@ -120,13 +122,13 @@ class BroadcastFleetSync(FleetSync):
             found = list(self._members.values())
         return [member for member in found if member.state == "joining" and not (member.pending or member.is_busy)]
 
-    def _end_proofs(self, members: Iterable[FleetMember], version: int) -> None:
-        """Wait for the proofs of earlier versions: the weights must not change under them."""
+    def _end_proofs(self) -> None:
+        """The weights must not change during a proof."""
         began, deadline_s = awake_s(), self._config.publish_deadline_s
-        while busy := [member for member in members if member.is_busy and member.state != "out"]:
+        while busy := [member for member in self._list_members() if member.is_busy]:
             if awake_s() - began > deadline_s:
                 for member in busy:
-                    self._drop(member, f"it was not verified before version {version} within {deadline_s:.0f} s")
+                    self._drop(member, f"it was not verified within {deadline_s:.0f} s of the next version")
             time.sleep(POLL_S)
 
     def _broadcast(self, policy: Publishable, published: PublishedVersion, members: Sequence[FleetMember]) -> None:

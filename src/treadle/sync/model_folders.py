@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -128,11 +129,12 @@ class LiveFolder:
         self.root.mkdir(parents=True, exist_ok=True)
         return self.root
 
-    def keep_newest(self, folder: Path) -> int:
-        """Delete old versions after the engine has loaded `folder`; returns the size of its weights in bytes."""
+    def keep_newest(self, folder: Path, in_use: Collection[Path] = ()) -> int:
+        """Delete old versions, except those `in_use`, after the engine has loaded `folder`; returns the size of its
+        weights in bytes."""
         self._written = [*(f for f in self._written if f != folder), folder][-NUM_KEPT:]
         for other in self.root.iterdir():
-            if other.name.startswith(PUBLISHED_PREFIXES) and other not in self._written:
+            if other.name.startswith(PUBLISHED_PREFIXES) and other not in {*self._written, *in_use}:
                 shutil.rmtree(other, ignore_errors=True)
         return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 

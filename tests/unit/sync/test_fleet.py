@@ -25,6 +25,7 @@ from treadle.sync import fleet
 from treadle.sync.modes import choose_sync
 from treadle.train.optimizers import build_optimizer
 from treadle.train.policy import build_policy
+from treadle.wire.bridge import BridgeInfo
 from treadle.wire.engines import ServedEngine
 from treadle.wire.hub import ProcessReport
 
@@ -242,6 +243,28 @@ def test_an_engine_that_joins_is_sent_the_weights_while_the_trainer_waits(folder
         assert trainer.sync.welcome() is None
 
 
+def test_a_broadcast_waits_for_a_proof_that_outlasts_a_step(folder, tmp_path, hub):
+    port, late = free_port(), SmallEngine(folder)
+    generate = late.generate
+
+    def slow_generate(body):
+        time.sleep(0.3)
+        return generate(body)
+
+    late.generate = slow_generate
+    with serving(SmallEngine(folder)) as url, ExitStack() as stack:
+        other = f"http://127.0.0.1:{port}"
+        trainer = Trainer(folder, tmp_path, hub, [url, other], **WAYS["shared_vllm"])
+        trainer.publish(0)
+        stack.enter_context(serving(late, port=port))
+        wait_for(lambda: table(hub).get(other) == ("joining", None))
+        trainer.publish(1)  # does not wait for the proof of an engine that joins
+        trainer.publish(2)
+        trainer.publish(3)
+        assert table(hub) == dict.fromkeys((url, other), ("serving", 3))
+        assert rows_of(hub)[other]["proved_since"] == 1, "it was never out"
+
+
 def test_an_engine_that_returns_proves_the_present_version_first(folder, tmp_path, hub):
     stays, port = SmallEngine(folder), free_port()
     with serving(stays) as url, ExitStack() as stack:
@@ -256,6 +279,41 @@ def test_an_engine_that_returns_proves_the_present_version_first(folder, tmp_pat
         stack.enter_context(serving(returned, port=port))
         wait_for(lambda: table(hub).get(other) == ("serving", 1))
         assert has_weights_of(returned, trainer), "it got them between two publishes"
+
+
+class SlowTransfer:
+    """Version files of which one engine receives all weights slowly, and what changed at once."""
+
+    def __init__(self, files, slow_url, seconds):
+        self._files, self._slow_url, self._seconds = files, slow_url, seconds
+
+    def __getattr__(self, name):
+        return getattr(self._files, name)
+
+    def hand_over(self, engine, folder, version):
+        if engine.url == self._slow_url and engine.get("/bridge/info", BridgeInfo).update_count != version - 1:
+            time.sleep(self._seconds)
+        return self._files.hand_over(engine, folder, version)
+
+
+def test_an_engine_whose_first_transfer_outlasts_several_steps_serves(folder, tmp_path, hub):
+    port = free_port()
+    with serving(SmallEngine(folder)) as url, ExitStack() as stack:
+        slow_url = f"http://127.0.0.1:{port}"
+        trainer = Trainer(folder, tmp_path, hub, [url, slow_url])
+        trainer.sync._files = SlowTransfer(trainer.sync._files, slow_url, seconds=2.0)
+        for version in range(3):
+            trainer.publish(version)
+        slow = SmallEngine(folder)
+        stack.enter_context(serving(slow, port=port))
+        wait_for(lambda: slow_url in table(hub))
+        for version in range(3, 20):
+            time.sleep(0.3)  # a step
+            trainer.publish(version)
+            if table(hub)[slow_url][0] == "serving":
+                break
+        assert table(hub) == dict.fromkeys((url, slow_url), ("serving", version))
+        assert has_weights_of(slow, trainer)
 
 
 def test_a_publish_waits_for_an_engine_when_there_is_none(folder, tmp_path, hub, monkeypatch):
