@@ -41,8 +41,8 @@ class EngineTable:
 
     def hear(self, posted_elsewhere: Iterable[EngineVerdicts]) -> None:
         """Verdicts that were posted to other hubs replace those in force if the trainer posted them later."""
-        posted = [*posted_elsewhere, *([] if self.posted_here is None else [self.posted_here])]
-        last = max(posted, key=lambda verdicts: verdicts.posted_at, default=self._in_force)
+        posted = [*([] if self._in_force is None else [self._in_force]), *posted_elsewhere]
+        last = max(posted, key=lambda verdicts: verdicts.posted_at, default=None)
         if last is not None and last != self._in_force:
             self._take(last)
 

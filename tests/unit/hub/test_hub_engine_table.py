@@ -86,6 +86,8 @@ def test_the_last_verdicts_hold_whichever_hub_they_were_posted_to():
     assert state() == "joining", "what the trainer posted here is later"
     table.hear([posted(13.0, "out")])
     assert state() == "out"
+    table.hear([])
+    assert state() == "out", "the hub to which the trainer posted last is silent"
     table.clear()
     assert not table.rows([]).has_trainer
 
