@@ -203,7 +203,7 @@ def test_a_post_to_one_hub_wakes_the_trainer_that_waits_at_the_other(hubs: list[
 
 
 def test_hubs_tell_each_other_who_is_there(hubs: list[HubProcess]):
-    verdicts = {"engines": [{"engine_id": "a", "url": "http://a:1", "state": "serving"}], "posted_at": time.time()}
+    verdicts = {"engines": [{"engine_id": "a", "url": "http://a:1", "state": "serving"}]}
     with hubs[0].client() as first, hubs[1].client() as second:
         register(first)
         env_id = register_env(first)

@@ -36,13 +36,15 @@ class EngineTable:
         self._changes: deque[EngineChange] = deque(maxlen=MAX_CHANGES)
 
     def judge(self, verdicts: EngineVerdicts) -> None:
-        self.posted_here = verdicts
-        self._take(verdicts)
+        """Take verdicts that were posted here, unless later ones are in force."""
+        if self._in_force is None or verdicts.sequence >= self._in_force.sequence:
+            self.posted_here = verdicts
+            self._take(verdicts)
 
     def hear(self, posted_elsewhere: Iterable[EngineVerdicts]) -> None:
-        """Verdicts that were posted to other hubs replace those in force if the trainer posted them later."""
-        posted = [*([] if self._in_force is None else [self._in_force]), *posted_elsewhere]
-        last = max(posted, key=lambda verdicts: verdicts.posted_at, default=None)
+        """Verdicts that were posted to other hubs replace those in force if they are later."""
+        posted = [*posted_elsewhere, *([] if self._in_force is None else [self._in_force])]
+        last = max(posted, key=lambda verdicts: verdicts.sequence, default=None)
         if last is not None and last != self._in_force:
             self._take(last)
 
@@ -79,6 +81,7 @@ class EngineTable:
             engines=sorted(entries, key=lambda entry: (entry.name, entry.url)),
             has_trainer=self._in_force is not None,
             num_present=num_present,
+            sequence=0 if self._in_force is None else self._in_force.sequence,
             spread_s=spread_s,
         )
 

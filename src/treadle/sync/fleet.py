@@ -79,6 +79,7 @@ class FleetSync(SyncMode, ABC):
         self._expecting: PublishVerifier | None = None  # computes what engines must have
         self._published: PublishedVersion | None = None
         self._posts_verdicts = False  # from the first publish on
+        self._sequence = 0  # of the last post
         self._has_warned_of_none = False
         self._refresh_thread: threading.Thread | None = None
 
@@ -402,10 +403,19 @@ class FleetSync(SyncMode, ABC):
     def _post_verdicts(self) -> Engines | None:
         """The table, with what this trainer knows. Before its first publish those of an earlier one stand."""
         with self._posting:
-            with self._lock:
-                verdicts = [member.verdict() for member in self._members.values()]
-            posted = EngineVerdicts(engines=verdicts, posted_at=time.time())
-            return self._table.exchange(posted if self._posts_verdicts else None)
+            if not self._posts_verdicts:
+                return self._table.exchange(None)
+            table = self._post_once()
+            if table is not None and table.sequence > self._sequence:  # verdicts of an earlier trainer are in force
+                self._sequence = table.sequence
+                table = self._post_once()
+            return table
+
+    def _post_once(self) -> Engines | None:
+        with self._lock:
+            verdicts = [member.verdict() for member in self._members.values()]
+        self._sequence += 1
+        return self._table.exchange(EngineVerdicts(engines=verdicts, sequence=self._sequence))
 
 
 def _is_silent(engine_id: str, listed: Iterable[EngineEntry]) -> bool:

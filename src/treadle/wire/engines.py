@@ -56,7 +56,8 @@ class EngineVerdicts(msgspec.Struct, frozen=True, kw_only=True):
     """POST /v1/engines/verdicts: all engines that the trainer publishes to. It replaces what was posted before."""
 
     engines: Annotated[list[EngineVerdict], msgspec.Meta(max_length=MAX_ENGINES)]
-    posted_at: float = 0.0  # Unix time; of verdicts that were posted to several hubs, the last hold
+    # Higher than that of all earlier posts, also of an earlier trainer: of posts to several hubs the highest holds.
+    sequence: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class EngineEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +82,7 @@ class Engines(msgspec.Struct, frozen=True, kw_only=True):
     engines: list[EngineEntry]
     has_trainer: bool = False  # whether a trainer publishes to the engines of this table
     num_present: int = 1  # environments that are alive; each reads the table less often the more of them there are
+    sequence: int = 0  # of the verdicts in force
     spread_s: float = 0.0  # until all hubs of the run show verdicts that were posted to one of them
 
 

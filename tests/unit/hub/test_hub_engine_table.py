@@ -69,25 +69,27 @@ def test_an_engine_that_reports_elsewhere_stands_as_the_trainer_says():
 
 
 def test_the_last_verdicts_hold_whichever_hub_they_were_posted_to():
-    def posted(at: float, state: str) -> EngineVerdicts:
-        return EngineVerdicts(engines=[verdict("a", state=state)], posted_at=at)
+    def posted(sequence: int, state: str) -> EngineVerdicts:
+        return EngineVerdicts(engines=[verdict("a", state=state)], sequence=sequence)
 
     def state() -> str:
         (entry,) = table.rows([reported("a")]).engines
         return entry.state
 
     table = EngineTable(lambda: 0.0)
-    table.hear([posted(10.0, "serving"), posted(9.0, "out")])
+    table.hear([posted(10, "serving"), posted(9, "out")])
     assert (state(), table.rows([]).has_trainer, table.posted_here) == ("serving", True, None)
     table.hear([])
     assert state() == "serving", "a hub that is gone takes no verdicts with it"
-    table.judge(posted(12.0, "joining"))
-    table.hear([posted(11.0, "serving")])
+    table.judge(posted(12, "joining"))
+    table.hear([posted(11, "serving")])
     assert state() == "joining", "what the trainer posted here is later"
-    table.hear([posted(13.0, "out")])
+    table.hear([posted(13, "out")])
     assert state() == "out"
     table.hear([])
     assert state() == "out", "the hub to which the trainer posted last is silent"
+    table.judge(posted(12, "serving"))
+    assert (state(), table.rows([]).sequence) == ("out", 13), "a late post"
     table.clear()
     assert not table.rows([]).has_trainer
 

@@ -21,7 +21,9 @@ from treadle.background import in_background
 from treadle.config import TrainConfig
 from treadle.config.load import load_run
 from treadle.errors import ConfigError, SyncError
+from treadle.hub.engine_table import EngineTable
 from treadle.sync import fleet
+from treadle.sync.fleet_transports import FileFleetSync
 from treadle.sync.modes import choose_sync
 from treadle.train.optimizers import build_optimizer
 from treadle.train.policy import build_policy
@@ -176,6 +178,48 @@ def test_proofs_of_an_earlier_trainer_do_not_hold_for_the_next_one(folder, tmp_p
             again.publish(1)
         assert seen[0] == [("joining", None)], "before the engine loads weights that the range of versions would cover"
         assert table(hub)[url] == ("out", None)
+
+
+class HubWith:
+    """In place of HubTable: a hub's table in this process."""
+
+    def __init__(self, table):
+        self._table = table
+
+    def exchange(self, verdicts):
+        if verdicts is not None:
+            self._table.judge(verdicts)
+        return self._table.rows([])
+
+
+def test_a_later_trainer_counts_at_all_hubs_although_its_clock_is_late(tmp_path, monkeypatch):
+    now, tables = time.time(), [EngineTable(time.monotonic) for _ in range(3)]
+
+    def trainer(table, state):
+        sync = FileFleetSync(TrainConfig(engine_url=("http://a:1", "http://b:1")), HubWith(table))
+        sync._take_in("e", "http://a:1").state = state
+        sync._posts_verdicts = True
+        return sync
+
+    def exchange():
+        facts = [table.posted_here for table in tables]
+        for place, table in enumerate(tables):
+            table.hear([posted for posted in facts[:place] + facts[place + 1 :] if posted is not None])
+        return [[entry.state for entry in table.rows([]).engines] for table in tables]
+
+    first = trainer(tables[0], "serving")
+    for _ in range(3):
+        first._post_verdicts()
+    assert exchange() == [["serving"]] * 3
+    monkeypatch.setattr(time, "time", lambda: now - 30)
+    trainer(tables[1], "out")._post_verdicts()
+    assert exchange() == [["out"]] * 3
+    tables[2] = EngineTable(time.monotonic)  # a hub that has just started, and has heard nothing
+    third = trainer(tables[2], "joining")
+    third._post_verdicts()
+    exchange()
+    third._post_verdicts()
+    assert exchange() == [["joining"]] * 3
 
 
 def test_an_engine_that_hangs_is_out_at_the_deadline(folder, tmp_path, hub):
