@@ -102,7 +102,9 @@ class RayMachines:
             return Machine(node, address), gpus
 
     def has_place(self, number: int) -> bool:
-        """Whether a bundle is on a machine, so that `locate` need not wait."""
+        """Whether a bundle is on a machine, so that `locate` need not wait, and no lost process may still run."""
+        if awake_s() < self._lost_s + ORPHANS_END_S:
+            return False
         asked = self._asked.get(number)
         if asked is None:
             asked = self._asked[number] = self._holder(number).where.remote()
@@ -181,7 +183,7 @@ class RayPlacement:
         self._local = local
 
     def has_machine(self, spec: ProcessSpec) -> bool:
-        return self._machines.has_place(spec.node)
+        return spec.kind == "hub" or self._machines.has_place(spec.node)
 
     def start(self, spec: ProcessSpec) -> ProcessHandle:
         if spec.kind == "hub":
@@ -207,7 +209,7 @@ class RayPlacement:
 
 
 class RayProcess:
-    """A process in an actor. That of a lost actor counts as killed."""
+    """A process in an actor. That of a lost actor counts as killed, and so does one that does not start in time."""
 
     pid = None
 
@@ -216,34 +218,51 @@ class RayProcess:
         self._ray = machines.ray
         # One of its methods waits for the end of the process.
         self._actor = machines.actor(ProcessActor, spec.node, num_cpus=0, max_concurrency=4)
+        self._name = spec.name
         self._code: int | None = None
         self.reported_pid: int | None = None
-        started = self._actor.start.remote(list(spec.argv), dict(spec.env), str(spec.log_path))
-        try:
-            self.reported_pid = int(self._ray.get(started, timeout=RESERVE_S))
-        except self._ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, FileNotFoundError):
-                raise ConfigError(
-                    f"{spec.name} cannot start on its machine: {error.cause}",
-                    fix="--output on a disk that all machines see",
-                ) from None
-            raise
-        except self._ray.exceptions.RayError:
-            self._lose()
-        self._end = self._actor.wait.remote()
+        self._started = self._actor.start.remote(list(spec.argv), dict(spec.env), str(spec.log_path))
+        self._start_deadline_s = awake_s() + RESERVE_S
+        self._end: Any = None  # None: it has not started
 
     def poll(self) -> int | None:
-        if self._code is None and self._ray.wait([self._end], timeout=0)[0]:
+        if self._code is None and self._end is None:
+            self._note_start()
+        if self._code is None and self._end is not None and self._ray.wait([self._end], timeout=0)[0]:
             try:
                 self._code = int(self._ray.get(self._end))
             except self._ray.exceptions.RayError:
                 self._lose()
         return self._code
 
+    def _note_start(self) -> None:
+        if not self._ray.wait([self._started], timeout=0)[0]:
+            if awake_s() > self._start_deadline_s:
+                self._lose()
+            return
+        try:
+            self.reported_pid = int(self._ray.get(self._started))
+            self._end = self._actor.wait.remote()
+        except self._ray.exceptions.RayTaskError as error:
+            self._code = 1
+            if isinstance(error.cause, FileNotFoundError):
+                raise ConfigError(
+                    f"{self._name} cannot start on its machine: {error.cause}",
+                    fix="--output on a disk that all machines see",
+                ) from None
+            raise
+        except self._ray.exceptions.RayError:
+            self._lose()
+
     def terminate(self) -> None:
-        self._actor.terminate.remote()
+        if self._end is None:
+            self._lose()
+        else:
+            self._actor.terminate.remote()
 
     def kill(self) -> None:
+        if self.poll() is None and self._end is None:
+            self._lose()
         if self.poll() is None:
             try:
                 self._ray.get(self._actor.kill.remote(), timeout=_CALL_S)
@@ -253,5 +272,7 @@ class RayProcess:
         self._ray.kill(self._actor)
 
     def _lose(self) -> None:
+        """Kill the actor too: it may be alive, and would start the process late, beside its replacement."""
+        self._ray.kill(self._actor)
         self._machines.note_loss()
         self._code = -signal.SIGKILL

@@ -13,7 +13,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -38,6 +38,7 @@ from treadle.net.probe import answers_ok
 # most, because it saves a checkpoint, and a large one takes long on a slow disk.
 STOP_ORDER = (("trainer", 300.0), ("env", 1.0), ("router", 1.0), ("engine", 1.0), ("hub", 0.6))
 _OTHERS_S = 1.0
+MACHINE_WAIT_S = 600.0  # for another machine in place of a lost one
 SAY_EVERY_S = 15.0
 _POLL_S = 0.1
 _READY_POLL_S = 0.25
@@ -148,6 +149,13 @@ def describe_exit(code: int | None) -> str:
     return f"exit code {code}, ended by {name}{hint}"
 
 
+def _no_machine(spec: ProcessSpec) -> ProcessDied:
+    return ProcessDied(
+        f"the machine of {spec.name} was lost, and no other one was found within {MACHINE_WAIT_S:.0f} s",
+        fix="continue with treadle run --resume when the cluster has a free machine",
+    )
+
+
 class StopRequest:
     """Counts SIGINT, SIGTERM and SIGHUP. The handler only changes a number, so it is safe at any time."""
 
@@ -214,6 +222,7 @@ class Supervisor:
         self._has_served = False  # whether an engine was ready once
         self._replacements = replacements
         self._children: dict[str, ChildProcess] = {}
+        self._displaced: dict[str, tuple[ProcessSpec, float]] = {}  # environments without a machine, and since when
 
     def __enter__(self) -> Supervisor:
         return self
@@ -240,7 +249,8 @@ class Supervisor:
         next_look = begun
         while waiting:
             self._tick()
-            waiting = [self._children[child.spec.name] for child in waiting]  # engines may have been started again
+            # Some may have been started again, and environments may wait for another machine.
+            waiting = [self._children[c.spec.name] for c in waiting if c.spec.name in self._children]
             if awake_s() >= next_look:
                 urls = {child: child.spec.ready_url for child in waiting}
                 is_ready = {c: not url or answers_ok(url, timeout_s=_READY_ANSWER_S) for c, url in urls.items()}
@@ -316,10 +326,8 @@ class Supervisor:
 
         Callers use this list instead of polling again, which could find another end.
         """
-        time.sleep(_POLL_S)
-        self._on_tick()
-        if self._stop.count:
-            raise Stopped
+        self._pause()
+        self._start_displaced()
         ended = [child for child in self._children.values() if child.poll() is not None]
         ended = [child for child in ended if not self._starts_again(child)]
         crashed = [c for c in ended if c.spec.kind != "trainer" and (c.poll() != 0 or c.spec.serves)]
@@ -330,6 +338,12 @@ class Supervisor:
             self._restart_trainer()
             return [child for child in ended if child.spec.kind != "trainer"]
         return ended
+
+    def _pause(self) -> None:
+        time.sleep(_POLL_S)
+        self._on_tick()
+        if self._stop.count:
+            raise Stopped
 
     def _starts_again(self, child: ChildProcess) -> bool:
         """Whether this child that has ended is an engine of a fleet, which starts again, now or later, or is given up
@@ -378,11 +392,36 @@ class Supervisor:
             child.kill()
             del self._children[child.spec.name]
         specs = [child.spec for child in again]
+        if is_engine:
+            specs += [spec for spec, _ in self._displaced.values()]
+            self._displaced.clear()
+        self._wait_for_machines(spec for spec in specs if spec.kind != "env")
         self.start([spec for spec in specs if spec.kind not in ("trainer", "env")])
         self.start([spec for spec in specs if spec.kind == "trainer"])
         if is_engine:
             self.wait(replacements.has_published)
-        self.start([spec for spec in specs if spec.kind == "env"])
+        self._displaced |= {spec.name: (spec, awake_s()) for spec in specs if spec.kind == "env"}
+        self._start_displaced()
+
+    def _start_displaced(self) -> None:
+        """Start the environments for which there is a machine again; the others wait, and the run goes on."""
+        for spec, since_s in list(self._displaced.values()):
+            if self._placement.has_machine(spec):
+                del self._displaced[spec.name]
+                self._children[spec.name] = ChildProcess(spec, self._placement)
+            elif awake_s() - since_s > MACHINE_WAIT_S and not self._has_environment():
+                raise _no_machine(spec)
+
+    def _has_environment(self) -> bool:
+        return any(child.spec.kind == "env" and child.poll() is None for child in self._children.values())
+
+    def _wait_for_machines(self, specs: Iterable[ProcessSpec]) -> None:
+        """Return when there is a machine for each of these, without which the run cannot go on."""
+        began, missing = awake_s(), list(specs)
+        while missing := [spec for spec in missing if not self._placement.has_machine(spec)]:
+            if awake_s() - began > MACHINE_WAIT_S:
+                raise _no_machine(missing[0])
+            self._pause()
 
     def _restart_trainer(self) -> None:
         """Start all ranks again after one has failed; raises why the first failed, if that is refused."""
@@ -400,6 +439,7 @@ class Supervisor:
         refusal = "restarts are off" if self._restarts is None else self._restarts.refusal(ends, len(ranks))
         if refusal:
             raise first.exit_error(note=f", not started again: {refusal}" if self._restarts else "")
+        self._wait_for_machines(child.spec for child in ranks.values())
         for spec in with_rendezvous(child.spec for child in ranks.values()):
             self._children[spec.name] = ChildProcess(spec, self._placement)
 
@@ -412,7 +452,4 @@ class Supervisor:
             have_ended = all(rank.poll() is not None for rank in ranks)
             if awake_s() - begun > (SETTLE_S if have_ended else RANKS_END_S):
                 return failed
-            time.sleep(_POLL_S)
-            self._on_tick()
-            if self._stop.count:
-                raise Stopped
+            self._pause()
