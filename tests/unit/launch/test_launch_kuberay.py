@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import pytest
 import yaml
 
@@ -19,6 +20,94 @@ DESCRIBED = {
     "cluster.memory_gb_per_node": "256", "cluster.image": "lab/treadle:1", "cluster.volume": "claim:/runs",
     "output": "/runs/mine",
 }  # fmt: skip
+
+
+# The fields of a manifest, with their types and whether they are required, as in the definition of RayJob (v1) in
+# ray-operator/config/crd/bases/ray.io_rayjobs.yaml of KubeRay, August 2026. Others are refused.
+Name = Annotated[str, msgspec.Meta(max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
+Amount = Annotated[str, msgspec.Meta(pattern=r"^[0-9]+(\.[0-9]*)?([KMGTPE]i?|[numk])?$")]
+Quantity = Annotated[int, msgspec.Meta(ge=0)] | Amount
+
+
+class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class Resources(Strict):
+    limits: dict[str, Quantity] = {}
+    requests: dict[str, Quantity] = {}
+
+
+class Mount(Strict):
+    name: Name
+    mountPath: str
+
+
+class Container(Strict):
+    name: Name
+    image: str = ""
+    resources: Resources = Resources()
+    volumeMounts: list[Mount] = []
+
+
+class Claim(Strict):
+    claimName: str
+
+
+class EmptyFolder(Strict):
+    medium: Literal["", "Memory"] = ""
+
+
+class Volume(Strict):
+    name: Name
+    persistentVolumeClaim: Claim | None = None
+    emptyDir: EmptyFolder | None = None
+
+
+class PodSpec(Strict):
+    containers: list[Container]
+    volumes: list[Volume] = []
+
+
+class Pod(Strict):
+    spec: PodSpec
+
+
+class Head(Strict):
+    template: Pod
+    rayStartParams: dict[str, str] = {}
+
+
+class Workers(Strict):
+    groupName: Name
+    minReplicas: int
+    maxReplicas: int
+    template: Pod
+    replicas: int = 0
+    rayStartParams: dict[str, str] = {}
+
+
+class Cluster(Strict):
+    headGroupSpec: Head
+    workerGroupSpecs: list[Workers] = []
+    rayVersion: str = ""
+
+
+class JobSpec(Strict):
+    rayClusterSpec: Cluster
+    entrypoint: str = ""
+    shutdownAfterJobFinishes: bool = False
+
+
+class Metadata(Strict):
+    name: Name
+
+
+class Job(Strict):
+    apiVersion: Literal["ray.io/v1"]
+    kind: Literal["RayJob"]
+    metadata: Metadata
+    spec: JobSpec
 
 
 def job_for(words: tuple[str, ...] = (), label: str = "arithmetic+My_env", **changed: object) -> dict[str, Any]:
@@ -41,6 +130,15 @@ def test_the_job_has_a_worker_with_all_its_gpus_for_each_machine() -> None:
     limits = {"cpu": 32, "memory": "262144Mi", "nvidia.com/gpu": 8}
     assert worker["resources"] == {"limits": limits, "requests": limits}
     assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
+
+
+@pytest.mark.parametrize("changed", [{}, {"cluster.gpus_per_node": "0"}, {"cluster.memory_gb_per_node": "0.5"}])
+def test_the_manifest_has_the_fields_and_types_of_a_ray_job(changed: dict[str, object]) -> None:
+    job = job_for(("--steps", "3"), **changed)
+    msgspec.convert(job, Job)
+    job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replica"] = 2
+    with pytest.raises(msgspec.ValidationError, match="unknown field `replica`"):
+        msgspec.convert(job, Job)
 
 
 def test_a_long_name_is_cut_before_the_part_that_makes_it_unique() -> None:
