@@ -1,7 +1,7 @@
 """Evaluate the policy on the held-out prompts.
 
 One answer per prompt gives the accuracy; several give pass@k, the probability that one of k answers is right. Answers
-that could not be scored count as wrong, and are also counted separately.
+that could not be scored are in none of these figures: they are counted by outcome.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from treadle.config.env import EnvConfig
-from treadle.envs.base import Item, stable_seed
+from treadle.envs.base import Item, Score, stable_seed
 from treadle.envs.chat import RolloutSampling
 from treadle.envs.eval_statistics import pass_at_k, pass_interval, worthwhile_ks
 from treadle.envs.rollout import (
@@ -56,7 +56,7 @@ class EvalSample(msgspec.Struct, kw_only=True):
 class SourceResult(msgspec.Struct, kw_only=True):
     """The part of an evaluation that comes from one data source."""
 
-    num_prompts: int
+    num_prompts: int  # with an answer that could be scored
     num_right: int
     accuracy: float
     interval_95: tuple[float, float]
@@ -68,8 +68,8 @@ class EvalResult(msgspec.Struct, kw_only=True):
     task: str
     step: int  # optimizer steps of the trainer
     policy_version: int  # that was sampled; the oldest one, if it changed during the evaluation
-    num_prompts: int
-    num_answers: int
+    num_prompts: int  # with an answer that could be scored
+    num_answers: int  # that could be scored
     num_right: int  # of the answers
     accuracy: float  # pass@1
     interval_95: tuple[float, float]  # of the accuracy
@@ -77,7 +77,7 @@ class EvalResult(msgspec.Struct, kw_only=True):
     ended: float | None = None  # share of the answers that were not truncated
     pass_at_k: dict[str, float]  # {"1": 0.25, "2": 0.41, "4": 0.6}
     pass_at_k_interval_95: dict[str, tuple[float, float]]
-    num_unscored: int  # answers that count as wrong because scoring failed
+    num_unscored: int  # answers that are in none of the figures above, because scoring failed
     unscored: dict[str, int]  # by outcome: {"timed_out": 2}
     generation_params: dict[str, Any]
     mean_completion_tokens: float
@@ -194,32 +194,30 @@ def summarize(
     config: EnvConfig, step: int, items: Sequence[Item], answers: Sequence[Sequence[Rollout]], *, seconds: float
 ) -> EvalResult:
     """Compute the result from the answers to each item. Pure."""
-    num_rights = [sum(rollout.score.is_right for rollout in rollouts) for rollouts in answers]
     everything = [rollout for rollouts in answers for rollout in rollouts]
-    scores = [rollout.score.reward for rollout in everything if rollout.score.reward is not None]
     unscored: Counter[str] = Counter(rollout.score.outcome for rollout in everything if rollout.score.reward is None)
     versions = {v for rollout in everything for transcript in rollout.transcripts for v in transcript.policy_versions}
-    chances = {
-        k: [pass_at_k(num_right, config.eval_samples, k) for num_right in num_rights]
-        for k in worthwhile_ks(config.eval_samples)
+    scored = _scored(answers)
+    most = max(map(len, scored), default=0)
+    rates = {str(k): _pass_rate(scored, k) for k in worthwhile_ks(config.eval_samples) if k <= max(most, 1)}
+    of_sources = {
+        source: _scored([own for item, own in zip(items, answers, strict=True) if item.source == source])
+        for source in dict.fromkeys(item.source for item in items if item.source)
     }
-    shares = {str(k): fmean(values) if values else 0.0 for k, values in chances.items()}
-    intervals = {str(k): pass_interval(values, config.eval_samples / k) for k, values in chances.items()}
-    sources = dict.fromkeys(item.source for item in items if item.source)
     return EvalResult(
         env=config.name,
         task=config.task_name,
         step=step,
         policy_version=min(versions, default=step),
-        num_prompts=len(answers),
-        num_answers=len(everything),
-        num_right=sum(num_rights),
-        accuracy=shares["1"],
-        interval_95=intervals["1"],
-        mean_score=fmean(scores) if scores else None,
+        num_prompts=len(scored),
+        num_answers=sum(map(len, scored)),
+        num_right=_num_right(scored),
+        accuracy=rates["1"][0],
+        interval_95=rates["1"][1],
+        mean_score=_mean_score(scored),
         ended=fmean(not rollout.is_truncated for rollout in everything) if everything else None,
-        pass_at_k=shares,
-        pass_at_k_interval_95=intervals,
+        pass_at_k={k: share for k, (share, _) in rates.items()},
+        pass_at_k_interval_95={k: interval for k, (_, interval) in rates.items()},
         num_unscored=unscored.total(),
         unscored=dict(unscored),
         generation_params={
@@ -229,27 +227,47 @@ def summarize(
         },
         mean_completion_tokens=sum(rollout.num_sampled for rollout in everything) / max(len(everything), 1),
         seconds=seconds,
-        by_source={
-            source: _of_source([own for item, own in zip(items, answers, strict=True) if item.source == source])
-            for source in sources
-        },
+        by_source={source: _of_source(own) for source, own in of_sources.items() if own},
         samples=[
             _as_sample(item, rollout) for item, rollouts in zip(items, answers, strict=True) for rollout in rollouts
         ],
     )
 
 
-def _of_source(answers: Sequence[Sequence[Rollout]]) -> SourceResult:
-    """Of the answers to each prompt of one source."""
-    rights = [[rollout.score.is_right for rollout in rollouts] for rollouts in answers]
-    scores = [one.score.reward for rollouts in answers for one in rollouts if one.score.reward is not None]
-    chances = [fmean(right) for right in rights if right]
+ScoredPrompts = Sequence[Sequence[Score]]  # of each prompt, the answers that could be scored; never none
+
+
+def _scored(answers: Sequence[Sequence[Rollout]]) -> ScoredPrompts:
+    scores = [[rollout.score for rollout in rollouts if rollout.score.reward is not None] for rollouts in answers]
+    return [own for own in scores if own]
+
+
+def _pass_rate(scored: ScoredPrompts, k: int) -> tuple[float, tuple[float, float]]:
+    """pass@k and its 95 % interval, over the prompts with at least k scored answers."""
+    counted = [own for own in scored if len(own) >= k]
+    if not counted:
+        return 0.0, (0.0, 1.0)
+    chances = [pass_at_k(sum(score.is_right for score in own), len(own), k) for own in counted]
+    return fmean(chances), pass_interval(chances, fmean(map(len, counted)) / k)
+
+
+def _num_right(scored: ScoredPrompts) -> int:
+    return sum(score.is_right for own in scored for score in own)
+
+
+def _mean_score(scored: ScoredPrompts) -> float | None:
+    rewards = [score.reward for own in scored for score in own if score.reward is not None]
+    return fmean(rewards) if rewards else None
+
+
+def _of_source(scored: ScoredPrompts) -> SourceResult:
+    accuracy, interval = _pass_rate(scored, 1)
     return SourceResult(
-        num_prompts=len(answers),
-        num_right=sum(map(sum, rights)),
-        accuracy=fmean(chances) if chances else 0.0,
-        interval_95=pass_interval(chances, len(rights[0])),
-        mean_score=fmean(scores) if scores else None,
+        num_prompts=len(scored),
+        num_right=_num_right(scored),
+        accuracy=accuracy,
+        interval_95=interval,
+        mean_score=_mean_score(scored),
     )
 
 
@@ -269,11 +287,11 @@ def _as_sample(item: Item, rollout: Rollout) -> EvalSample:
 
 
 def _summary_so_far(answers: Sequence[Sequence[Rollout]]) -> str:
-    scores = [rollout.score for rollouts in answers for rollout in rollouts]
-    num_right = sum(score.is_right for score in scores)
-    rewards = [score.reward for score in scores if score.reward is not None]
-    mean = f", mean score {fmean(rewards):.3f}" if rewards else ""
-    return f"{num_right / max(len(scores), 1):.1%} right{mean} so far"
+    scored = _scored(answers)
+    num_answers, mean_score = sum(map(len, scored)), _mean_score(scored)
+    if mean_score is None:
+        return "none scored so far"
+    return f"{_num_right(scored) / num_answers:.1%} right, mean score {mean_score:.3f} so far"
 
 
 def result_path(folder: Path, step: int) -> Path:
@@ -343,7 +361,7 @@ def format_result(result: EvalResult, num_samples: int = 3) -> str:
     name = f"{title} at policy version {result.policy_version}"
     mean = "" if result.mean_score is None else f"mean score {result.mean_score:.3f}, "
     effort = f"{mean}{result.mean_completion_tokens:.1f} tokens per answer, {result.seconds:.1f} s"
-    if result.num_answers == result.num_prompts:
+    if result.generation_params["n"] == 1:
         found = f"{result.num_right} of {result.num_prompts} right = {_share(result, '1')}"
         lines = [f"{name}: {found}, {effort}"]
     else:
@@ -361,7 +379,8 @@ def format_result(result: EvalResult, num_samples: int = 3) -> str:
         )
     if result.num_unscored:
         reasons = ", ".join(f"{outcome}: {times}" for outcome, times in result.unscored.items())
-        lines.append(f"  not scored, and counted as wrong: {result.num_unscored} ({reasons})")
+        num_asked = result.num_answers + result.num_unscored
+        lines.append(f"  not scored, and not in these figures: {result.num_unscored} of {num_asked} ({reasons})")
     shown = result.samples[:: result.generation_params["n"]][:num_samples]
     for sample in shown:
         verdict = "right" if sample.is_right else f"wrong, it is {sample.gold}"

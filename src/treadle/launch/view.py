@@ -145,7 +145,8 @@ class PlainView:
             name = f" of {evaluation.env}" if evaluation.env else ""
             interval = f"{percent(evaluation.low)} to {percent(evaluation.high)}"
             mean = "" if evaluation.mean_score is None else f", mean score {evaluation.mean_score:.3f}"
-            shown = f"{percent(evaluation.accuracy)} ({interval}){mean}"
+            unscored = f", {evaluation.num_unscored} not scored" if evaluation.num_unscored else ""
+            shown = f"{percent(evaluation.accuracy)} ({interval}){mean}{unscored}"
             yield f"held-out accuracy{name} at step {evaluation.step}: {shown}"
         for number, step in enumerate(history.steps, start=1):
             if int(step["step"]) > last_step:

@@ -22,7 +22,7 @@ from treadle.dash.run_folder import CONFIG_FILE, HeldOut
 from treadle.errors import ConfigError
 from treadle.formatting import counted, model_name
 from treadle.report.comparison_curves import HELD_OUT_CHART, METRIC_CHARTS, Curves, curves_of, held_out_of
-from treadle.report.history import Evaluation, History, check_is_run
+from treadle.report.history import Evaluation, History, check_is_run, is_scored
 from treadle.report.page import settings_of, task_in_words
 from treadle.report.statistics import Estimate, mcnemar_p, mean_of_seeds
 from treadle.report.summary import RunRecord, read_record
@@ -80,11 +80,12 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The newest held-out answers of two runs to the same prompts."""
+    """The newest held-out answers of two runs to the same prompts, as far as both could be scored."""
 
     first: int  # the number of the run
     second: int
     num_prompts: int
+    num_unscored: int  # prompts that are left out: one of the runs has no scored answer
     both_right: int
     only_first: int
     only_second: int
@@ -213,10 +214,15 @@ def _figures(run: ComparedRun) -> RunFigures:
     )
 
 
+def _ends(history: History) -> tuple[Evaluation | None, Evaluation | None]:
+    """The evaluation before the first step, and the newest one after it."""
+    newest = history.evaluations[-1]
+    return history.before, newest if newest.step > 0 else None
+
+
 def _before_and_after(history: History) -> tuple[HeldOut | None, HeldOut | None]:
-    """Before the first step, and the newest one after it."""
-    before, newest = history.before, history.evaluations[-1]
-    return held_out_of(before) if before else None, held_out_of(newest) if newest.step > 0 else None
+    before, after = _ends(history)
+    return held_out_of(before) if before else None, held_out_of(after) if after else None
 
 
 def _final_reward(run: ComparedRun) -> float | None:
@@ -267,11 +273,12 @@ def pairs_of(groups: Sequence[Sequence[ComparedRun]]) -> list[tuple[ComparedRun,
 
 
 def compare_answers(first: ComparedRun, second: ComparedRun) -> AnswerComparison | None:
-    """None if they were asked no common prompt. Of several answers to a prompt the first one counts."""
+    """None if they were asked no common prompt. Of several answers to a prompt the first one with a score counts."""
     ours, theirs = _answers(first), _answers(second)
-    common = [(ours[key], theirs[key]) for key in ours if key in theirs]
-    if not common:
+    asked = [(ours[key], theirs[key]) for key in ours if key in theirs]
+    if not asked:
         return None
+    common = [pair for pair in asked if all(map(is_scored, pair))]
     counts = {(mine, other): 0 for mine in (True, False) for other in (True, False)}
     for one, other in common:
         counts[_is_right(one), _is_right(other)] += 1
@@ -284,6 +291,7 @@ def compare_answers(first: ComparedRun, second: ComparedRun) -> AnswerComparison
         first=first.number,
         second=second.number,
         num_prompts=len(common),
+        num_unscored=len(asked) - len(common),
         both_right=counts[True, True],
         only_first=counts[True, False],
         only_second=counts[False, True],
@@ -294,9 +302,9 @@ def compare_answers(first: ComparedRun, second: ComparedRun) -> AnswerComparison
 
 
 def _answers(run: ComparedRun) -> dict[tuple[str, str], dict[str, Any]]:
-    """The first answer to each prompt, by prompt and right answer."""
+    """The first answer with a score to each prompt, else the first one; by prompt and right answer."""
     answers: dict[tuple[str, str], dict[str, Any]] = {}
-    for sample in run.newest.samples:
+    for sample in sorted(run.newest.samples, key=is_scored, reverse=True):  # stable
         answers.setdefault((str(sample.get("prompt")), str(sample.get("gold"))), sample)
     return answers
 
@@ -323,4 +331,11 @@ def _words(runs: Sequence[ComparedRun], groups: Sequence[Sequence[ComparedRun]])
     seeds = [f"Runs that differ only by seed are grouped: {counted(len(groups), 'group')}."] if num_seeded else []
     unfinished = [str(run.number) for run in runs if not run.record.summary.is_complete]
     note = [f"Not complete: {', '.join(unfinished)}."] if unfinished else []
-    return (what, *seeds, *note)
+    unscored = [
+        f"{counted(one.num_unscored, 'answer')} of run {run.number} at step {one.step}"
+        for run in runs
+        for one in _ends(run.history)
+        if one is not None and one.num_unscored
+    ]
+    left_out = [f"Could not be scored, and are in no figure: {', '.join(unscored)}."] if unscored else []
+    return (what, *seeds, *note, *left_out)

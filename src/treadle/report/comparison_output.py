@@ -151,8 +151,9 @@ def _interval(
 def answers_in_words(one: AnswerComparison) -> str:
     """ "run 2 against run 1, on 256 prompts: 40 only run 2 right, 12 only run 1 right, p = 0.0001"."""
     p_value = f"p = {one.p_value:.2g}" if one.p_value >= 1e-4 else "p < 0.0001"
+    unscored = f" ({one.num_unscored} more without a score in one of them)" if one.num_unscored else ""
     return (
-        f"run {one.second} against run {one.first}, on {counted(one.num_prompts, 'common prompt')}: only run "
+        f"run {one.second} against run {one.first}, on {counted(one.num_prompts, 'common prompt')}{unscored}: only run "
         f"{one.second} right {one.only_second}, only run {one.first} right {one.only_first}, both right "
         f"{one.both_right}, both wrong {one.both_wrong}; exact McNemar test {p_value}"
     )

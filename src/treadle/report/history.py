@@ -48,12 +48,13 @@ class Evaluation:
     low: float
     high: float
     num_right: int
-    num_prompts: int
+    num_prompts: int  # with an answer that could be scored
     samples: tuple[dict[str, Any], ...] = ()
     ended: float | None = None  # share of the answers that ended before the length limit; None: unknown
     max_tokens: int | None = None  # an answer that reaches this many tokens is cut off
     policy_version: int | None = None  # that answered, as reported by the engine
     mean_score: float | None = None  # of the answers that could be scored; None: unknown
+    num_unscored: int = 0  # answers that are in none of the figures, because scoring failed
     env: str = ""  # name of the environment, if there are several; of a part, of the data source
     by_source: Mapping[str, Evaluation] = field(default_factory=dict)  # its parts, of several data sources
 
@@ -177,6 +178,7 @@ def _pool(parts: Sequence[Evaluation]) -> Evaluation:
         ended=mean([part.ended for part in parts]),
         policy_version=min((v for part in parts if (v := part.policy_version) is not None), default=None),
         mean_score=mean([part.mean_score for part in parts]),
+        num_unscored=sum(part.num_unscored for part in parts),
     )
 
 
@@ -238,7 +240,13 @@ def _read_figures(values: Mapping[str, Any], step: int) -> Evaluation:
         num_right=int(values.get("num_right", 0)),
         num_prompts=int(values.get("num_prompts", 0)),
         mean_score=float(values["mean_score"]) if is_number(values.get("mean_score")) else None,
+        num_unscored=int(values.get("num_unscored") or 0),
     )
+
+
+def is_scored(sample: Mapping[str, Any]) -> bool:
+    """Whether an answer of an evaluation could be scored; one that could not is neither right nor wrong."""
+    return sample.get("reward", 0.0) is not None
 
 
 def is_number(value: object) -> TypeGuard[float]:

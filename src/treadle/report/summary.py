@@ -24,6 +24,7 @@ from treadle.report.history import (
     Evaluation,
     History,
     flatten,
+    is_scored,
     reader_of,
 )
 from treadle.track.plot import draw_reward
@@ -131,7 +132,7 @@ def summarize(config: RunConfig, run_folder: Path, history: History, outcome: Ou
         logs=str(run_folder / "logs"),
         health=[str(line) for line in history.health],
         alarms=list(outcome.alarms),
-        findings=[*outcome.findings, *_nothing_learned(history)],
+        findings=list(dict.fromkeys([*outcome.findings, *_nothing_learned(history), *_unscored(history)])),
         restarts=list(outcome.restarts),
         last_words=outcome.last_words,
         ended_before=None if history.before is None else history.before.ended,
@@ -154,12 +155,13 @@ def find_result(save_path: Path) -> Path | None:
 def choose_examples(before: Evaluation | None, after: Evaluation | None, num: int = 3) -> list[dict[str, Any]]:
     """The same prompts before and after: first those that became right, then those right twice, then any.
 
-    Among equals, answers that now end by themselves come first.
+    Among equals, answers that now end by themselves come first. Answers that could not be scored are left out.
     """
     if before is None or after is None:
         return []
-    later = {sample.get("prompt"): sample for sample in after.samples}
-    pairs = [(sample, later[sample.get("prompt")]) for sample in before.samples if sample.get("prompt") in later]
+    later = {sample.get("prompt"): sample for sample in after.samples if is_scored(sample)}
+    earlier = [sample for sample in before.samples if is_scored(sample)]
+    pairs = [(sample, later[sample.get("prompt")]) for sample in earlier if sample.get("prompt") in later]
     pairs.sort(
         key=lambda pair: (
             not pair[1].get("is_right"),
@@ -214,6 +216,15 @@ def _nothing_learned(history: History) -> list[str]:
         return []
     remedy = "try an easier task, a higher --env.temperature or a larger --env.group-size"
     return [f"no group had different scores, so the weights did not change: {remedy}"]
+
+
+def _unscored(history: History) -> list[str]:
+    return [
+        f"{counted(one.num_unscored, 'held-out answer')} at step {one.step} could not be scored and "
+        f"{'is' if one.num_unscored == 1 else 'are'} not in the figures"
+        for one in history.evaluations
+        if one.num_unscored
+    ]
 
 
 def print_report(summary: Summary, console: Console) -> None:
@@ -287,6 +298,7 @@ def _held_out(evaluation: Evaluation | None) -> dict[str, Any] | None:
         "num_prompts": evaluation.num_prompts,
         "max_tokens": evaluation.max_tokens,
         "mean_score": evaluation.mean_score,
+        "num_unscored": evaluation.num_unscored,
     }
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+from dataclasses import replace
 
 import pytest
 from env_doubles import EngineDouble, FlakyNetwork, save_tokenizer
@@ -71,15 +72,15 @@ def test_several_answers_give_pass_at_k(tmp_path):
     harness = Harness(tmp_path, Digits, eval_samples=4, seed=5)
     result = harness.evaluate()
     # 0 and 1: 4 of 4 right; 2 to 8: 2 of 4; 9: none can be scored.
-    assert (result.num_prompts, result.num_answers, result.num_right) == (10, 40, 22)
-    assert result.pass_at_k == pytest.approx({"1": 0.55, "2": (2 + 7 * 5 / 6) / 10, "4": 0.9})
+    assert (result.num_prompts, result.num_answers, result.num_right, result.num_unscored) == (9, 36, 22, 4)
+    assert result.pass_at_k == pytest.approx({"1": 22 / 36, "2": (2 + 7 * 5 / 6) / 9, "4": 1.0})
     assert result.accuracy == result.pass_at_k["1"]
     assert result.interval_95 == result.pass_at_k_interval_95["1"]
     for k, (low, high) in result.pass_at_k_interval_95.items():
-        assert low < result.pass_at_k[k] < high
+        assert low < result.pass_at_k[k] <= high
     assert result.generation_params == {"n": 4, "temperature": 1.0, "max_tokens": 8}
     assert len(result.samples) == 40
-    assert harness.reported[-1] == (10, "55.0% right, mean score 0.611 so far")
+    assert harness.reported[-1] == (10, "61.1% right, mean score 0.611 so far")
 
 
 def test_single_turns_go_in_waves_of_128_rollouts_with_a_seed_each(tmp_path):
@@ -92,16 +93,41 @@ def test_single_turns_go_in_waves_of_128_rollouts_with_a_seed_each(tmp_path):
     ]
 
 
-def test_what_could_not_be_scored_is_counted_named_and_wrong(tmp_path):
+def test_what_could_not_be_scored_is_counted_and_in_no_figure(tmp_path):
     result = Harness(tmp_path, Digits).evaluate()
-    assert (result.num_right, result.num_prompts, result.num_unscored, result.unscored) == (9, 10, 1, {"raised": 1})
-    assert (result.samples[9].is_right, result.samples[9].reward) == (False, None)
+    assert (result.num_right, result.num_prompts, result.num_unscored, result.unscored) == (9, 9, 1, {"raised": 1})
+    assert (result.accuracy, result.interval_95) == (1.0, wilson_interval(9, 9))
+    assert (len(result.samples), result.samples[9].reward) == (10, None)
     assert "no idea" in result.samples[9].error
     words = format_result(result, num_samples=10)
-    assert "digits at policy version 0: 9 of 10 right = 90.0% (95 % interval 59.6% to 98.2%)" in words
-    assert "not scored, and counted as wrong: 1 (raised: 1)" in words
+    assert "digits at policy version 0: 9 of 9 right = 100.0% (95 % interval 70.1% to 100.0%)" in words
+    assert "not scored, and not in these figures: 1 of 10 (raised: 1)" in words
     assert re.search(r"\(not scored: RuntimeError: no idea, at \S*test_env_evaluation\.py:\d+\)", words)
     assert "digits/digits" not in words
+
+
+class JudgedByChance(Digits):
+    """Right for even digits; of three answers of four to 1 and 2 the judge fails, and it fails for all of source b."""
+
+    def eval_items(self):
+        return [replace(item, source="b" if item.answer == "9" else "a") for item in super().eval_items()]
+
+    def score(self, item, completion_text, completion):
+        if item.answer == "9" or (item.answer in "12" and completion_text != "first"):
+            return Score(None, is_right=False, outcome="judge_failed", error="no answer of the judge")
+        return Score(reward=1.0 - int(item.answer) % 2, is_right=int(item.answer) % 2 == 0)
+
+
+def test_a_judge_that_fails_does_not_lower_the_accuracy(tmp_path):
+    write = lambda prompt, request: ["first", *["other"] * (request.n - 1)]  # noqa: E731
+    result = Harness(tmp_path, JudgedByChance, write, eval_samples=4).evaluate()
+    assert (result.num_prompts, result.num_answers, result.num_right) == (9, 4 * 7 + 2, 4 * 4 + 1)
+    assert (result.num_unscored, result.unscored) == (10, {"judge_failed": 10})
+    assert result.accuracy == pytest.approx(5 / 9)
+    # 1 and 2 have one scored answer each, so they tell nothing of pass@2 and pass@4.
+    assert result.pass_at_k == pytest.approx({"1": 5 / 9, "2": 4 / 7, "4": 4 / 7})
+    assert list(result.by_source) == ["a"], "nothing is known of a source without a score"
+    assert result.by_source["a"].accuracy == result.accuracy
 
 
 class Shaped(Digits):

@@ -108,6 +108,23 @@ def test_runs_without_a_common_prompt_are_compared_without_answers(tmp_path: Pat
     assert "no common held-out prompt" in text_of(comparison)
 
 
+def test_answers_that_could_not_be_scored_are_in_no_pair(tmp_path: Path) -> None:
+    first = write_finished(tmp_path / "first", "abcdefgh")
+    second = write_finished(tmp_path / "second", "abcdefgh", **{"train.lr": 0.5})
+    file = second / "evals" / "step-4.json"
+    values = json.loads(file.read_text())
+    for sample in values["samples"][:6]:  # the judge failed
+        sample |= {"is_right": False, "reward": None, "outcome": "judge_failed"}
+    file.write_text(json.dumps(values | {"num_unscored": 6}))
+    comparison = compare_folders([first, second])
+    (answers,) = comparison.answers
+    assert (answers.num_prompts, answers.num_unscored) == (2, 6)
+    assert (answers.both_right, answers.only_first, answers.p_value) == (2, 0, 1.0)
+    said = text_of(comparison)
+    assert "on 2 common prompts (6 more without a score in one of them)" in said
+    assert "Could not be scored, and are in no figure: 6 answers of run 2 at step 4." in said
+
+
 def test_steps_that_one_seed_lacks_are_not_in_the_mean() -> None:
     assert list(estimates_by_step([{1: 0.0, 2: 1.0, 3: 2.0}, {1: 1.0, 3: 4.0}])) == [1, 3]
     thinned = estimates_by_step([dict.fromkeys(range(1000), 0.5)] * 2, num_points=100)

@@ -130,6 +130,23 @@ def test_examples_that_became_right_come_first(tmp_path: Path) -> None:
     assert choose_examples(history.before, None) == []
 
 
+def test_answers_that_could_not_be_scored_are_said_once_and_are_no_example(tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    file = tmp_path / "evals" / "step-50.json"
+    values = json.loads(file.read_text())
+    for sample in values["samples"]:
+        if sample["prompt"] in "bc":  # b was right before
+            sample |= {"is_right": False, "reward": None, "outcome": "judge_failed"}
+    file.write_text(json.dumps(values | {"num_unscored": 2}))
+    history = history_of(config, tmp_path)
+    summary = summarize(config, tmp_path, history, Outcome(True, 254.0))
+    assert [example["prompt"] for example in summary.examples] == ["d", "a", "e"]
+    said = "2 held-out answers at step 50 could not be scored and are not in the figures"
+    assert said in printed(summary)
+    again = summarize(config, tmp_path, history, Outcome(True, 254.0, findings=tuple(summary.findings)))
+    assert again.findings == [said]
+
+
 def change_evaluation(path: Path, *, completion: str = "42", ended: dict[str, bool], share: float) -> None:
     values = json.loads(path.read_text())
     values |= {"ended": share, "generation_params": {"n": 1, "temperature": 0.0, "max_tokens": 16}}

@@ -90,6 +90,15 @@ async def evaluate(
         prompts=result.num_prompts,
         seconds=result.seconds,
     )
+    if result.num_unscored:
+        log.warning(
+            "evaluation_unscored",
+            step=step,
+            unscored=result.num_unscored,
+            of=result.num_answers + result.num_unscored,
+            outcomes=result.unscored,
+            now="they are in no figure of this evaluation",
+        )
 
 
 async def wait_for_step(hub: HubClient, step: int) -> None:
