@@ -247,6 +247,8 @@ def _check_failures(answers: Sequence[TriedAnswer]) -> Finding:
         remedy = "let it take less, or raise --env.reward-memory-mb"
     elif first.score.outcome == "judge_failed":
         remedy = "see whether the judge's server runs, and whether its model writes the last line that is asked for"
+    elif set(outcomes) == {"too_long"}:  # completions of the policy may be shorter than those tried here
+        return Finding("scoring", "warning", found, "lower --env.max-token-length, or raise max_length of the reward")
     return Finding("scoring", "problem", found, remedy)
 
 

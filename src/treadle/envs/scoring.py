@@ -122,7 +122,7 @@ class ScoreRules:
         Not for environments that wait for external agents, which may connect late.
         """
         self._has_scored = self._has_scored or any(score.reward is not None for score in scores)
-        raised = [score for score in scores if score.outcome in ("raised", "judge_failed")]
+        raised = [score for score in scores if score.outcome in ("raised", "judge_failed", "too_long")]
         self._num_raised += len(raised)
         config, may_fail = self._environment.config, self._has_scored or self._environment.waits_for_agents
         if raised and not may_fail and self._num_raised >= max(config.group_size, 2):
@@ -133,6 +133,8 @@ def none_scored(num_answers: int, example: Score, config: EnvConfig) -> ScoringE
     fix = f"correct that code; treadle env {config.name} validate tries it without a model"
     if example.outcome == "judge_failed":
         fix = "see whether the judge's server runs, and what its log says; then continue with --resume"
+    elif example.outcome == "too_long":
+        fix = "lower --env.max-token-length, raise max_length, or choose a reward model that reads longer texts"
     return ScoringError(f"none of {num_answers} answers could be scored: {example.error or example.outcome}", fix=fix)
 
 

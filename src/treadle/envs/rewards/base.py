@@ -76,7 +76,8 @@ class Reward(msgspec.Struct, dict=True, forbid_unknown_fields=True, kw_only=True
     """Base class of all rewards. Override `score`, or `score_group` to compare the completions of a group."""
 
     needs: ClassVar[tuple[str, ...]] = ()  # an extra, and the optional packages of it that are needed
-    may_abstain: ClassVar[bool] = False  # whether None is a valid result ("not applicable")
+    may_abstain: ClassVar[bool] = False  # whether None is a valid result
+    meaning_of_none: ClassVar[CallResult | None] = None  # why a completion with None has no score; None: not applicable
     reads_messages: ClassVar[bool] = False  # whether it uses `messages` and `token_ids` of a RewardInput
 
     weight: float = 1.0
@@ -122,7 +123,7 @@ class Reward(msgspec.Struct, dict=True, forbid_unknown_fields=True, kw_only=True
         return None
 
     def judged(self, value: Any) -> Judged | None:
-        """Validate a value returned by `score` or `score_group`; None: not applicable."""
+        """Validate a value returned by `score` or `score_group`; None stays None where the reward may abstain."""
         return None if value is None and self.may_abstain else judged(value)
 
     @property
@@ -316,7 +317,7 @@ def _finished(coroutine: Any) -> Any:
         return thread.submit(asyncio.run, result()).result()
 
 
-Outcome = Literal["scored", "timed_out", "raised", "out_of_memory", "worker_died", "judge_failed"]
+Outcome = Literal["scored", "timed_out", "raised", "out_of_memory", "worker_died", "judge_failed", "too_long"]
 
 
 class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -337,7 +338,7 @@ class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
 class CallResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     """Result of one call of one reward: a score for each completion, or the failure."""
 
-    scores: list[float | None] = []  # None: the reward is not applicable to that completion
+    scores: list[float | None] = []  # None: the reward has no score for that completion (`meaning_of_none`)
     correct: list[bool | None] = []  # empty: no verdicts
     outcome: Outcome = "scored"
     detail: str = ""
@@ -381,12 +382,16 @@ def per_completion(
 ) -> list[tuple[CallResult, Judged | None]]:
     """The call and the score of every completion, in order.
 
-    A score is None when the call failed, and when the reward is not applicable to that completion.
+    A score is None when the call failed, and when the reward has none for that completion. If that is a failure of the
+    completion alone, its call is one of its own.
     """
     found: list[tuple[CallResult, Judged | None]] = []
     for call in calls:
         for index in range(num_inputs if reward.looks_at_groups else 1):
             score = call.scores[index] if call.outcome == "scored" else None
             correct = call.correct[index] if call.correct else None
-            found.append((call, None if score is None else Judged(score, correct=correct)))
+            own = call
+            if score is None and call.outcome == "scored" and reward.meaning_of_none is not None:
+                own = msgspec.structs.replace(reward.meaning_of_none, seconds=call.seconds, metrics=call.metrics)
+            found.append((own, None if score is None else Judged(score, correct=correct)))
     return found

@@ -58,7 +58,7 @@ class CombinedReward(Reward):
         return self.score_group([completion])[0]
 
     def score_group(self, group: Sequence[RewardInput]) -> Sequence[float]:
-        raw = {leaf.name: [_or_nan(leaf.judged(value)) for value in leaf.score_group(group)] for leaf in leaves(self)}
+        raw = {leaf.name: [_value_of(leaf, value) for value in leaf.score_group(group)] for leaf in leaves(self)}
         combined = [score for score in combine(self, raw) if score is not None]  # none is: all parts are there
         return [0.0 if math.isnan(score) else score for score in combined]
 
@@ -153,6 +153,14 @@ def _counting_names(reward: Reward) -> set[str]:
 
 def _or_nan(score: float | None) -> float:
     return math.nan if score is None else score
+
+
+def _value_of(leaf: Reward, value: Any) -> float:
+    """The value that a leaf gave when it was called directly; NaN: not applicable."""
+    score = leaf.judged(value)
+    if score is None and leaf.meaning_of_none is not None:
+        raise ValueError(f"reward '{leaf.name}' has no score: {leaf.meaning_of_none.detail}")
+    return _or_nan(score)
 
 
 def _weighted_sum(parts: Sequence[Reward], row: Sequence[float | None]) -> float | None:

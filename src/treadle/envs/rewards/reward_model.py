@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from treadle.envs.rewards.base import OwnWorker, Reward, RewardInput
+from treadle.envs.rewards.base import CallResult, OwnWorker, Reward, RewardInput
 from treadle.envs.rewards.parsing import answer_text
 from treadle.errors import ConfigError, ModelError
 
@@ -24,7 +24,10 @@ class RewardModelReward(Reward):
     """
 
     needs: ClassVar = ("train", "torch", "transformers")
-    may_abstain: ClassVar = True  # for a text that is too long
+    may_abstain: ClassVar = True
+    meaning_of_none: ClassVar = CallResult(
+        outcome="too_long", detail="prompt and completion have more tokens than the reward model reads (max_length)"
+    )
     reads_messages: ClassVar = True
 
     model: str = ""  # a folder, or the id of a model
@@ -71,7 +74,10 @@ class RewardModelReward(Reward):
         return self.score_group([completion])[0]
 
     def score_group(self, group: Sequence[RewardInput]) -> Sequence[float]:
-        """None for a text that is too long for the model: the reward of a part of it would be that of another text."""
+        """None for a text that is too long for the model: the reward of a part of it would be that of another text.
+
+        In a sum it is no 0 either: where the scores of a group are negative, that would reward length.
+        """
         encoded = [self._encode(completion) for completion in group]
         limit = self._loaded.max_length
         fitting = [place for place, ids in enumerate(encoded) if len(ids) <= limit]

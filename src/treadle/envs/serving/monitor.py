@@ -66,9 +66,7 @@ class EnvReport(msgspec.Struct, frozen=True, kw_only=True):
     total: GroupCounts  # since the process began
     recent: GroupCounts  # of the last RECENT_GROUPS
     rollouts: int  # finished
-    unscored_rollouts: dict[
-        str, int
-    ]  # of them, by outcome: timed_out, raised, out_of_memory, worker_died, judge_failed, too_short
+    unscored_rollouts: dict[str, int]  # of them, by outcome: timed_out, raised, judge_failed, too_long, too_short, ...
     reward_metrics: dict[str, float]  # totals of what rewards report: {"judge/requests": 40}
     asked_again: int  # groups that failed as a whole (engine error, timeout) and were retried
     in_flight: int  # groups that are being sampled or scored

@@ -145,8 +145,39 @@ def test_a_text_that_is_too_long_has_no_score_and_the_others_do(folder):
             return await scorer.score(create(folder, max_length=20), inputs_of(*TEXTS[:3]))
 
     first, too_long, last = asyncio.run(run())
-    assert (too_long.score, too_long.parts) == (None, {"reward_model": None})
+    assert (too_long.score, too_long.parts, too_long.outcome) == (None, {"reward_model": None}, "too_long")
+    assert "max_length" in too_long.detail
     assert None not in (first.score, last.score)
+
+
+@pytest.mark.parametrize("normalization", ["none", "sum", "minmax"])
+def test_a_text_that_is_too_long_is_not_worth_0_in_a_sum(folder, normalization):
+    """With outputs below 0 it would be the best of its group, so that length is rewarded."""
+    parts = [create(folder, max_length=20, weight=1.0), {"type": "repetition_penalty", "weight": 0.5}]
+    combined = registry.create("combined", rewards=parts, normalization=normalization)
+
+    async def run():
+        async with InlineScorer() as scorer:
+            return await scorer.score(combined, inputs_of(*TEXTS[:3]))
+
+    first, too_long, last = asyncio.run(run())
+    assert (too_long.score, too_long.outcome, too_long.parts["repetition_penalty"]) == (None, "too_long", 0.0)
+    assert None not in (first.score, last.score)
+    if normalization == "minmax":
+        assert {first.score, last.score} == {0.0, 1.0}, "of those that have a score"
+    with pytest.raises(ValueError, match="reward 'reward_model' has no score"):
+        combined.score_group(inputs_of(*TEXTS[:3]))
+
+
+def test_a_text_that_is_too_long_has_a_score_if_that_part_is_only_recorded(folder):
+    parts = [create(folder, max_length=20, weight=0.0), {"type": "repetition_penalty", "weight": 0.5}]
+
+    async def run():
+        async with InlineScorer() as scorer:
+            return await scorer.score(registry.create(parts), inputs_of(TEXTS[1]))
+
+    (result,) = asyncio.run(run())
+    assert (result.score, result.outcome, result.parts["reward_model"]) == (0.0, "scored", None)
 
 
 def test_what_is_no_reward_model_is_refused_with_a_way_out(folder, several, tmp_path):
