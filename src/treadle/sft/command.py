@@ -229,7 +229,7 @@ def _examples(config: RunConfig, tokenizer: ChatTokenizer, model_folder: Path) -
             "tokenizer",
             fix="leave --model out, or name a model with the same tokenizer",
         )
-    return split_off(load_rollouts(run, sft.from_run, sft.min_score, seq_len), sft.held_out)
+    return split_off(load_rollouts(run, sft.from_run, sft.min_score, seq_len, _say), sft.held_out)
 
 
 def _describe(config: RunConfig, examples: Examples, tokenizer: ChatTokenizer, model: CheckpointFacts) -> None:

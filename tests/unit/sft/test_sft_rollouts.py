@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,31 @@ def test_completions_with_a_good_score_are_taken_once(run):
     assert all(example.is_trained.tolist() == [False, False, True, True] for example in examples)
     longer = load_rollouts(config, folder, 0.5, seq_len=7)
     assert sorted(len(example.tokens) for example in longer) == [4, 4, 4, 7]
+
+
+def test_what_is_left_out_is_counted_and_said(run):
+    unscored = group(([30, 1], 1.0), ([31, 1], 1.0))  # the second has the mean of the others
+    unscored.overrides[1] = {"finish_reason": "stop", "set_advantage_to_zero": True, "outcome": "judge_failed"}
+    config, folder = run(
+        group(([10, 1], 1.0), ([11, 1], 0.0)),
+        group(([12, 13], 1.0), ([14, 15], 0.0), cut_off=True),
+        unscored,
+        group(([20, 1], 1.0), ([21, 1], 0.0)),
+    )
+    with closing(sqlite3.connect(folder / "hub.sqlite")) as queue, queue:  # as the hub does it with old steps
+        queue.execute("UPDATE groups SET num_bytes = 0 WHERE id = 1")
+        queue.execute("DELETE FROM payloads WHERE id = 1")
+    said: list[str] = []
+    examples = load_rollouts(config, folder, 1.0, 64, said.append)
+    assert [example.tokens.tolist() for example in examples] == [[*PROMPT, 30, 1], [*PROMPT, 20, 1]]
+    assert said == [
+        "1 group skipped: their tokens are no longer kept (--hub.keep-trained-bytes), the oldest first",
+        "1 completion with a score of at least 1 left out: cut off, or longer than 64 tokens",
+        "1 completion left out: they have no score",
+    ]
+    dropping = load_run(None, {"hub.database": folder / "hub.sqlite", "env.ensure_scores_are_not_same": "true"})
+    load_rollouts(dropping, folder, 1.0, 64, said.append)
+    assert "groups with equal scores are missing" in said[-1]
 
 
 def test_a_score_that_nothing_reached_is_refused_with_the_best_one(run):
