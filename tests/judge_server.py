@@ -21,13 +21,14 @@ class Reply:
     tokens: int | None = 100  # None: without usage
     raw: bytes | None = None
     after_s: float = 0.0
+    finish_reason: str = "stop"
 
     @property
     def body(self) -> bytes:
         if self.raw is not None:
             return self.raw
         message = {"role": "assistant", "content": self.content}
-        values: dict[str, Any] = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
+        values: dict[str, Any] = {"choices": [{"index": 0, "message": message, "finish_reason": self.finish_reason}]}
         if self.tokens is not None:
             values["usage"] = {"total_tokens": self.tokens}
         return json.dumps(values).encode()

@@ -159,6 +159,8 @@ class JudgeClient:
                 if found.status != OK:
                     raise self._refusal(found)
                 self._has_answered = True
+                if is_cut_off(found):  # its last line may lack digits: SCORE: 1 of SCORE: 10
+                    raise JudgeFailed("the judge's answer was cut off: raise the reward's max_tokens")
                 return text
             pause_s = retries.pause_s(found)
             if pause_s is None:
@@ -245,6 +247,11 @@ def is_completion(answer: HttpAnswer) -> bool:
         return isinstance(answer.values["choices"][0]["message"], dict)
     except (KeyError, IndexError, TypeError):
         return False
+
+
+def is_cut_off(completion: HttpAnswer) -> bool:
+    """Whether the answer ended at its limit of tokens."""
+    return bool(completion.values["choices"][0].get("finish_reason") == "length")
 
 
 def is_unreachable(outcome: HttpAnswer | NoAnswer) -> bool:

@@ -178,6 +178,7 @@ def test_429_is_repeated_no_sooner_than_the_server_asks():
         (Reply("SCORE: 9", after_s=30), "nothing within"),
         (Reply(status=400, raw=b'{"error": {"message": "too long"}}'), "status 400: too long"),
         (Reply("no number"), "cannot be read"),
+        (Reply("SCORE: 1", finish_reason="length"), "raise the reward's max_tokens"),
         (Reply(None), "cannot be read"),
     ],
 )
@@ -282,6 +283,16 @@ def test_an_unreadable_answer_is_not_kept(tmp_path):
     with judging(lambda _, number: "hm" if number < 2 else "SCORE: 5") as server:
         (failed,), (scored,) = score(judge_of(server), inputs_of("abc"), inputs_of("abc"), state_folder=tmp_path)
     assert (failed.outcome, scored.score) == ("judge_failed", 0.5)
+
+
+def test_an_answer_that_was_cut_off_is_not_kept(tmp_path):
+    """SCORE: 1 may be the beginning of SCORE: 10."""
+    cut_off = Reply("SCORE: 1", finish_reason="length")
+    with judging(lambda question, number: cut_off if number == 0 else "SCORE: 10") as server:
+        (failed,) = score(judge_of(server), inputs_of("abc"), state_folder=tmp_path)
+        (scored,) = score(judge_of(server), inputs_of("abc"), state_folder=tmp_path)
+    assert (failed.score, failed.outcome) == (None, "judge_failed")
+    assert (scored.score, requests_of([scored])) == (1.0, 1)
 
 
 # ---- budget
