@@ -147,7 +147,7 @@ class JudgeClient:
         """The text of one completion. Calls that fail are repeated until the deadline."""
         settings = self._settings
         while True:
-            self._take_request()
+            await self._take_request()
             left_s = settings.deadline_s - (time.monotonic() - started)
             outcome = await self._post(body, max(min(settings.request_s, left_s), 0.001))
             found = self._usable(outcome)
@@ -194,22 +194,25 @@ class JudgeClient:
             )
         return JudgeFailed(f"refused with {problem}")
 
-    def _take_request(self) -> None:
+    async def _take_request(self) -> None:
+        """Count a request before it is sent, also on disk: one that a kill interrupts may have been paid for."""
         settings = self._settings
         is_over = 0 < settings.max_requests <= self.num_requests
         if is_over or 0 < settings.max_total_tokens <= self.num_tokens:
             raise BudgetSpent
         self.num_requests += 1
+        await self._spending.spend(settings.name, requests=1, tokens=0)
 
     async def _count(self, *, was_sent: bool, num_tokens: int, spent: dict[str, float]) -> None:
-        """Add a request that ended to what was spent on its question and, on disk, in the run."""
+        """Add a request that ended to what was spent on its question, and its tokens to those of the run."""
         if not was_sent:  # it costs nothing, and a server that is away must not use up the budget
             self.num_requests -= 1
+            await self._spending.spend(self._settings.name, requests=-1, tokens=0)
             return
         self.num_tokens += num_tokens
         for name, value in (("requests", 1), ("tokens", num_tokens)):
             spent[name] = spent.get(name, 0) + value
-        await self._spending.spend(self._settings.name, requests=1, tokens=num_tokens)
+        await self._spending.spend(self._settings.name, requests=0, tokens=num_tokens)
 
     def _show(self, text: str, error: UnreadableAnswer) -> None:
         """Log the first unreadable answers; the errors of rollouts only say what is wrong with them."""

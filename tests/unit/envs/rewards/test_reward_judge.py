@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import time
 from collections import Counter
+from contextlib import closing
 
 import pytest
 
@@ -310,6 +312,21 @@ def test_a_spent_budget_ends_the_environment_also_after_a_restart(tmp_path):
         assert free.score == 0.1, "the cache needs no budget"
         (raised,) = score(judge_of(server, max_requests=3), inputs_of("abcd"), state_folder=tmp_path)
         assert (raised.score, len(server.bodies)) == (0.4, 3)
+
+
+def test_a_request_counts_before_it_is_sent(tmp_path):
+    """The environment may be killed before the answer comes."""
+    spent = []
+
+    def script(question, _number):
+        with closing(sqlite3.connect(tmp_path / "judge.sqlite")) as file:
+            spent.append(file.execute("SELECT requests, tokens FROM spent").fetchall())
+        return by_length(question, _number)
+
+    with judging(script) as server:
+        score(judge_of(server), inputs_of("abc"), state_folder=tmp_path)
+        score(judge_of(server), inputs_of("abcd"), state_folder=tmp_path)
+    assert spent == [[(1, 0)], [(2, 100)]]
 
 
 @pytest.mark.parametrize("tokens", [100, None])
