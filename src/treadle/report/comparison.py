@@ -2,7 +2,8 @@
 
 run folders -> read_record() -> group_runs() -> compare() -> Comparison -> comparison_output.py
 
-Runs that differ only by seed form a group. Where a run ran (addresses, ports, devices, folders) makes no difference.
+Runs that differ only by seed form a group. Where a run ran (addresses, ports, devices, folders) makes no difference. A
+seed that was run twice is one sample: means and intervals have one run for each seed.
 """
 
 from __future__ import annotations
@@ -55,10 +56,11 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SeedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Runs that differ only by seed. Of one run the intervals are None: its own are in its figures."""
+    """Runs that differ only by seed, one for each seed. Of one the intervals are None: its own are in its figures."""
 
     name: str
     runs: tuple[int, ...]  # their numbers
+    repeated: tuple[int, ...]  # further runs with the same settings and seeds, which are in no mean
     before: Estimate | None
     after: Estimate | None
     final_reward: Estimate | None
@@ -134,14 +136,15 @@ def compare_folders(folders: Sequence[Path]) -> Comparison:
 
 
 def compare(runs: Sequence[ComparedRun]) -> Comparison:
-    groups = group_runs(runs)
+    repeats = group_runs(runs)  # with several runs of one seed
+    groups = [one_per_seed(group) for group in repeats]
     settings = differing_settings(groups)
     names = [_name_of(group, place, settings) for place, group in enumerate(groups)]
-    answers = [compare_answers(first, second) for first, second in pairs_of(groups)]
+    answers = [compare_answers(first, second) for first, second in pairs_of(repeats)]
     return Comparison(
-        words=_words(runs, groups),
+        words=_words(runs, groups, repeats),
         runs=tuple(map(_figures, runs)),
-        groups=tuple(_summary(name, group) for name, group in zip(names, groups, strict=True)),
+        groups=tuple(_summary(*each) for each in zip(names, groups, repeats, strict=True)),
         settings=tuple(settings),
         answers=tuple(one for one in answers if one is not None),
         charts=(HELD_OUT_CHART, *METRIC_CHARTS),
@@ -179,6 +182,21 @@ def group_runs(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
         key = tuple(sorted((key, value) for key, value in run.settings.items() if not _SEED.search(key)))
         groups.setdefault(key, []).append(run)
     return list(groups.values())
+
+
+def one_per_seed(group: Sequence[ComparedRun]) -> list[ComparedRun]:
+    """Of the runs with one seed that with the most steps, else the first: repeating a seed adds no sample."""
+    chosen: dict[int, ComparedRun] = {}
+    for run in group:
+        best = chosen.setdefault(run.record.config.seed, run)
+        if run.history.last_step > best.history.last_step:
+            chosen[run.record.config.seed] = run
+    return list(chosen.values())
+
+
+def _repeated(group: Sequence[ComparedRun], repeats: Sequence[ComparedRun]) -> tuple[int, ...]:
+    counted_ones = {run.number for run in group}
+    return tuple(run.number for run in repeats if run.number not in counted_ones)
 
 
 def differing_settings(groups: Sequence[Sequence[ComparedRun]]) -> list[DifferingSetting]:
@@ -230,13 +248,14 @@ def _final_reward(run: ComparedRun) -> float | None:
     return fmean(rewards) if rewards else None
 
 
-def _summary(name: str, group: Sequence[ComparedRun]) -> SeedGroup:
+def _summary(name: str, group: Sequence[ComparedRun], repeats: Sequence[ComparedRun]) -> SeedGroup:
     ends = [_before_and_after(run.history) for run in group]
     before = _over_seeds([one.accuracy if one else None for one, _ in ends])
     after = _over_seeds([one.accuracy if one else None for _, one in ends])
     return SeedGroup(
         name=name,
         runs=tuple(run.number for run in group),
+        repeated=_repeated(group, repeats),
         before=before.as_share() if before else None,
         after=after.as_share() if after else None,
         final_reward=_over_seeds([_final_reward(run) for run in group]),
@@ -323,7 +342,11 @@ def _example(one: Mapping[str, Any], other: Mapping[str, Any]) -> Answer:
     )
 
 
-def _words(runs: Sequence[ComparedRun], groups: Sequence[Sequence[ComparedRun]]) -> tuple[str, ...]:
+def _words(
+    runs: Sequence[ComparedRun],
+    groups: Sequence[Sequence[ComparedRun]],
+    repeats: Sequence[Sequence[ComparedRun]],
+) -> tuple[str, ...]:
     models = dict.fromkeys(model_name(run.record.summary.model) for run in runs)
     tasks = dict.fromkeys(task_in_words(run.record.summary) for run in runs)
     what = f"{counted(len(runs), 'run')}: {', '.join(models)} on {', '.join(tasks)}."
@@ -338,4 +361,6 @@ def _words(runs: Sequence[ComparedRun], groups: Sequence[Sequence[ComparedRun]])
         if one is not None and one.num_unscored
     ]
     left_out = [f"Could not be scored, and are in no figure: {', '.join(unscored)}."] if unscored else []
-    return (what, *seeds, *note, *left_out)
+    again = [str(number) for each in zip(groups, repeats, strict=True) for number in _repeated(*each)]
+    repeated = [f"In no mean, because another run has the same settings and seed: {', '.join(again)}."] if again else []
+    return (what, *seeds, *repeated, *note, *left_out)

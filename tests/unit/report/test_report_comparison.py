@@ -80,6 +80,23 @@ def test_settings_of_where_a_run_ran_are_no_difference(tmp_path: Path) -> None:
     assert len(comparison.groups) == 1
 
 
+def test_a_seed_that_was_run_twice_is_one_sample(seeded: list[Path], tmp_path: Path) -> None:
+    again = write_finished(tmp_path / "again", "a", seed=2, reward=0.2, **{"train.lr": 1e-6})
+    longer = write_finished(tmp_path / "longer", "abcd", seed=3, reward=0.3, num_steps=5, **{"train.lr": 1e-6})
+    for folder, seed, steps in ((again, 2, 4), (longer, 3, 4)):
+        config = load_run(folder / "config.json").model_copy(update={"steps": steps, "seed": seed})
+        save_run(config, folder / "config.json", derived={"train.metrics_file"})
+    comparison = compare_folders([*seeded[:3], again, longer])
+    (group,) = comparison.groups
+    assert (group.runs, group.repeated) == ((1, 2, 5), (3, 4)), "of a seed the run with the most steps"
+    assert group.after == mean_of_seeds([1 / 8, 2 / 8, 4 / 8]).as_share()
+    assert comparison.curves[0].held_out[0].accuracy == 1 / 8
+    assert "In no mean, because another run has the same settings and seed: 3, 4." in text_of(comparison)
+    only = compare_folders([seeded[1], again]).groups[0].after
+    assert only is not None
+    assert (only.mean, only.low) == (0.25, None), "one seed gives no interval"
+
+
 def test_a_shared_setting_is_listed_once(tmp_path: Path) -> None:
     folders = [write_finished(tmp_path / f"{model}", "ab", model=model) for model in ("first-model", "second-model")]
     assert [one.key for one in compare_folders(folders).settings] == ["model"]
