@@ -55,6 +55,15 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.1f} %"
 
 
+def with_interval(mean: float, low: float | None, high: float | None) -> str:
+    """A score and its interval, if it has one.
+
+    >>> with_interval(0.14, 0.0971, 0.1829), with_interval(0.5, None, None)
+    ('0.140 (0.097 to 0.183)', '0.500')
+    """
+    return f"{mean:.3f}" if low is None or high is None else f"{mean:.3f} ({low:.3f} to {high:.3f})"
+
+
 def gigabytes(size: float) -> str:
     return f"{size / 1e9:.2f} GB" if size < 10e9 else f"{size / 1e9:.1f} GB"
 

@@ -23,7 +23,7 @@ import msgspec
 from treadle.config.env import labels_of_sources, parse_sources
 from treadle.config.load import merge_derived
 from treadle.track.files import HEALTH_FILE, TOKENS_FOLDER, HealthFile, TokenFiles
-from treadle.track.plot import HeldOutPoint, pooled
+from treadle.track.plot import HeldOutPoint, pooled, pooled_mean
 
 LARGEST = sys.float_info.max  # a damaged line may hold an integer that no float can
 LARGEST_STEP = 2**62
@@ -132,6 +132,8 @@ class HeldOut(msgspec.Struct, frozen=True):
     high: float
     mean_score: float | None = None  # of the answers that could be scored
     num_prompts: int = 1
+    score_low: float | None = None  # of the mean score; None: it only says right or wrong
+    score_high: float | None = None
 
 
 Measured = tuple[HeldOut, dict[str, HeldOut]]  # an evaluation, and its parts by data source
@@ -315,8 +317,14 @@ def _pool(parts: list[HeldOut]) -> HeldOut:
     point = pooled([(one.num_prompts, HeldOutPoint(one.step, one.accuracy, one.low, one.high)) for one in parts])
     num_prompts = sum(one.num_prompts for one in parts)
     scores = [one.mean_score * one.num_prompts for one in parts if one.mean_score is not None]
-    mean = sum(scores) / num_prompts if len(scores) == len(parts) else None
-    return HeldOut(point.step, point.accuracy, point.low, point.high, mean, num_prompts)
+    mean = sum(scores) / max(num_prompts, 1) if len(scores) == len(parts) else None
+    bounded = [
+        (one.num_prompts, (one.mean_score, one.score_low, one.score_high))
+        for one in parts
+        if one.mean_score is not None and one.score_low is not None and one.score_high is not None
+    ]
+    _, low, high = pooled_mean(bounded) if len(bounded) == len(parts) else (None, None, None)
+    return HeldOut(point.step, point.accuracy, point.low, point.high, mean, num_prompts, low, high)
 
 
 def _read_held_out(path: Path) -> Measured | None:
@@ -333,4 +341,7 @@ def _figures_of(values: Mapping[str, Any], step: int) -> HeldOut:
     low, high = values.get("interval_95") or (accuracy, accuracy)
     mean = values.get("mean_score")
     score = None if mean is None else float(mean)
-    return HeldOut(step, accuracy, float(low), float(high), score, int(values.get("num_prompts") or 1))
+    bounds = values.get("mean_score_interval_95")
+    score_low, score_high = (None, None) if bounds is None else (float(bounds[0]), float(bounds[1]))
+    num_prompts = int(values.get("num_prompts") or 1)
+    return HeldOut(step, accuracy, float(low), float(high), score, num_prompts, score_low, score_high)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from treadle.dash.run_folder import Columns, HeldOut
-from treadle.formatting import duration
+from treadle.formatting import duration, with_interval
 
 WARNING_STEPS = 20  # the trainer repeats a warning that still applies within this many steps
 RECENT_STEPS = 10  # speeds and remaining time: means over this many steps
@@ -102,7 +102,7 @@ def result_in_words(held_out: Sequence[HeldOut]) -> str:
     ends = [held_out[0], *held_out[1:][-1:]]
     accuracy = " → ".join(f"{100 * one.accuracy:.1f} %" for one in ends)
     interval = f"{100 * ends[-1].low:.1f} to {100 * ends[-1].high:.1f}, 95 % interval"
-    means = [f"{one.mean_score:.3f}" for one in ends if one.mean_score is not None]
+    means = [with_interval(one.mean_score, one.score_low, one.score_high) for one in ends if one.mean_score is not None]
     score = f", mean score {' → '.join(means)}" if len(means) == len(ends) else ""
     return f"held-out accuracy {accuracy} ({interval}){score}"
 

@@ -1,12 +1,14 @@
-"""Pass rates of sampled answers and their 95 % intervals. Pure."""
+"""Pass rates and mean scores of sampled answers, and their 95 % intervals. Pure."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from statistics import fmean, variance
+from statistics import fmean, stdev, variance
 
 _Z_95 = 1.959963984540054  # 95 % of a normal distribution lies within this many standard deviations of its mean
+_LARGEST_T = 1e3  # more than the 95 % quantile of one degree of freedom, 12.7
 
 
 def worthwhile_ks(num_answers: int) -> list[int]:
@@ -69,3 +71,44 @@ def pass_interval(chances: Sequence[float], answers_per_draw: float) -> tuple[fl
         worth = num_prompts
     trials = min(max(worth, num_prompts), most)
     return wilson_interval(mean * trials, trials)
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """95 % interval of a mean by its standard error and Student's t; None: one value gives none.
+
+    >>> [round(bound, 3) for bound in mean_interval([0.70, 0.74, 0.75])]
+    [0.664, 0.796]
+    """
+    if len(values) < 2:
+        return None
+    mean = fmean(values)
+    half = t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return mean - half, mean + half
+
+
+@functools.cache  # the same few values for every step of a curve
+def t_quantile(degrees: int, level: float = 0.95) -> float:
+    """Student's t: `level` of the distribution lies within plus and minus this value.
+
+    >>> round(t_quantile(1), 3), round(t_quantile(2), 3), round(t_quantile(30), 3)
+    (12.706, 4.303, 2.042)
+    """
+    low, high = 0.0, _LARGEST_T
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_mass(middle, degrees) < level else (low, middle)
+    return (low + high) / 2
+
+
+def _t_mass(t: float, degrees: int) -> float:
+    """The probability that |T| is below `t`: the finite sums for whole degrees of freedom (Abramowitz, Stegun 26.7)."""
+    angle = math.atan(t / math.sqrt(degrees))
+    cosine = math.cos(angle)
+    first = degrees % 2
+    term = total = cosine if first else 1.0
+    for power in range(first + 2, degrees - 1, 2):
+        term *= cosine * cosine * (power - 1) / power
+        total += term
+    if not first:
+        return math.sin(angle) * total
+    return 2 / math.pi * (angle + (math.sin(angle) * total if degrees > 1 else 0.0))

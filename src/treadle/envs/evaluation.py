@@ -22,7 +22,7 @@ import msgspec
 from treadle.config.env import EnvConfig
 from treadle.envs.base import Item, Score, stable_seed
 from treadle.envs.chat import RolloutSampling
-from treadle.envs.eval_statistics import pass_at_k, pass_interval, worthwhile_ks
+from treadle.envs.eval_statistics import mean_interval, pass_at_k, pass_interval, worthwhile_ks
 from treadle.envs.rollout import (
     ROLLOUTS_AT_ONCE,
     EnvContext,
@@ -35,6 +35,7 @@ from treadle.envs.rollout import (
 )
 from treadle.envs.scoring import none_scored
 from treadle.errors import ConfigError
+from treadle.formatting import with_interval
 from treadle.wire.generate import MIN_TEMPERATURE
 
 
@@ -61,6 +62,7 @@ class SourceResult(msgspec.Struct, kw_only=True):
     accuracy: float
     interval_95: tuple[float, float]
     mean_score: float | None = None
+    mean_score_interval_95: tuple[float, float] | None = None
 
 
 class EvalResult(msgspec.Struct, kw_only=True):
@@ -73,7 +75,8 @@ class EvalResult(msgspec.Struct, kw_only=True):
     num_right: int  # of the answers
     accuracy: float  # pass@1
     interval_95: tuple[float, float]  # of the accuracy
-    mean_score: float | None = None  # of the answers that could be scored
+    mean_score: float | None = None  # over prompts, of the answers that could be scored
+    mean_score_interval_95: tuple[float, float] | None = None  # None: a score only says right or wrong
     ended: float | None = None  # share of the answers that were not truncated
     pass_at_k: dict[str, float]  # {"1": 0.25, "2": 0.41, "4": 0.6}
     pass_at_k_interval_95: dict[str, tuple[float, float]]
@@ -215,6 +218,7 @@ def summarize(
         accuracy=rates["1"][0],
         interval_95=rates["1"][1],
         mean_score=_mean_score(scored),
+        mean_score_interval_95=_score_interval(scored),
         ended=fmean(not rollout.is_truncated for rollout in everything) if everything else None,
         pass_at_k={k: share for k, (share, _) in rates.items()},
         pass_at_k_interval_95={k: interval for k, (_, interval) in rates.items()},
@@ -255,9 +259,21 @@ def _num_right(scored: ScoredPrompts) -> int:
     return sum(score.is_right for own in scored for score in own)
 
 
+def _mean_scores(scored: ScoredPrompts) -> list[float]:
+    """Of the answers to each prompt."""
+    return [fmean(score.reward for score in own if score.reward is not None) for own in scored]
+
+
 def _mean_score(scored: ScoredPrompts) -> float | None:
-    rewards = [score.reward for own in scored for score in own if score.reward is not None]
-    return fmean(rewards) if rewards else None
+    return fmean(_mean_scores(scored)) if scored else None
+
+
+def _score_interval(scored: ScoredPrompts) -> tuple[float, float] | None:
+    """95 % interval of the mean score over prompts. None where right and wrong answers have one score each: there the
+    accuracy says as much, and its interval is right near 0 and 1 too."""
+    kinds = {(score.is_right, score.reward) for own in scored for score in own}
+    is_graded = len(kinds) > len({is_right for is_right, _ in kinds})
+    return mean_interval(_mean_scores(scored)) if is_graded else None
 
 
 def _of_source(scored: ScoredPrompts) -> SourceResult:
@@ -268,6 +284,7 @@ def _of_source(scored: ScoredPrompts) -> SourceResult:
         accuracy=accuracy,
         interval_95=interval,
         mean_score=_mean_score(scored),
+        mean_score_interval_95=_score_interval(scored),
     )
 
 
@@ -311,7 +328,7 @@ def eval_metrics(result: EvalResult) -> dict[str, float]:
     for source, own in result.by_source.items():
         own_low, own_high = own.interval_95
         shown = {"percent_correct": own.accuracy, "percent_correct_low": own_low, "percent_correct_high": own_high}
-        shown |= {} if own.mean_score is None else {"mean_score": own.mean_score}
+        shown |= _score_metrics(own)
         of_sources |= {f"eval/source/{source}/{name}": value for name, value in shown.items()}
     return {
         "eval/percent_correct": result.accuracy,
@@ -320,10 +337,16 @@ def eval_metrics(result: EvalResult) -> dict[str, float]:
         **{f"eval/pass@{k}": share for k, share in result.pass_at_k.items()},
         "eval/num_unscored": result.num_unscored,
         "eval/mean_completion_tokens": result.mean_completion_tokens,
-        **({} if result.mean_score is None else {"eval/mean_score": result.mean_score}),
+        **{f"eval/{name}": value for name, value in _score_metrics(result).items()},
         **({} if result.ended is None else {"eval/ended": result.ended}),
         **of_sources,
     }
+
+
+def _score_metrics(result: EvalResult | SourceResult) -> dict[str, float]:
+    low, high = result.mean_score_interval_95 or (None, None)
+    values = {"mean_score": result.mean_score, "mean_score_low": low, "mean_score_high": high}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def save_for_atropos(result: EvalResult, folder: Path, *, model_name: str) -> None:
@@ -359,7 +382,8 @@ def format_result(result: EvalResult, num_samples: int = 3) -> str:
     env = EnvConfig(name=result.env).own_name  # "my_env" for ./my_env.py
     title = env if result.task in ("", env) else f"{env}/{result.task}"  # "arithmetic/addition"; "gsm8k" has one task
     name = f"{title} at policy version {result.policy_version}"
-    mean = "" if result.mean_score is None else f"mean score {result.mean_score:.3f}, "
+    bounds = result.mean_score_interval_95 or (None, None)
+    mean = "" if result.mean_score is None else f"mean score {with_interval(result.mean_score, *bounds)}, "
     effort = f"{mean}{result.mean_completion_tokens:.1f} tokens per answer, {result.seconds:.1f} s"
     if result.generation_params["n"] == 1:
         found = f"{result.num_right} of {result.num_prompts} right = {_share(result, '1')}"

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from treadle.config.schema import RunConfig
-from treadle.formatting import duration, gigabytes, model_name, percent, sparkline
+from treadle.formatting import duration, gigabytes, model_name, percent, sparkline, with_interval
 from treadle.launch.monitor import RunStatus
 from treadle.log import get_logger
 from treadle.report.history import GENERATION_S, SECONDS_PER_STEP, TOKENS_PER_SECOND, Evaluation, History
@@ -144,7 +144,10 @@ class PlainView:
             self._evaluated.add((evaluation.env, evaluation.step))
             name = f" of {evaluation.env}" if evaluation.env else ""
             interval = f"{percent(evaluation.low)} to {percent(evaluation.high)}"
-            mean = "" if evaluation.mean_score is None else f", mean score {evaluation.mean_score:.3f}"
+            mean = ""
+            if evaluation.mean_score is not None:
+                score = with_interval(evaluation.mean_score, evaluation.score_low, evaluation.score_high)
+                mean = f", mean score {score}"
             unscored = f", {evaluation.num_unscored} not scored" if evaluation.num_unscored else ""
             shown = f"{percent(evaluation.accuracy)} ({interval}){mean}{unscored}"
             yield f"held-out accuracy{name} at step {evaluation.step}: {shown}"

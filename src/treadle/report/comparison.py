@@ -22,8 +22,8 @@ from treadle.dash.charts import Chart
 from treadle.dash.run_folder import CONFIG_FILE, HeldOut
 from treadle.errors import ConfigError
 from treadle.formatting import counted, model_name
-from treadle.report.comparison_curves import HELD_OUT_CHART, METRIC_CHARTS, Curves, curves_of, held_out_of
-from treadle.report.history import Evaluation, History, check_is_run, is_scored
+from treadle.report.comparison_curves import HELD_OUT_CHART, METRIC_CHARTS, Curves, curves_of
+from treadle.report.history import Evaluation, History, check_is_run, held_out_of, is_scored
 from treadle.report.page import settings_of, task_in_words
 from treadle.report.statistics import Estimate, mcnemar_p, mean_of_seeds
 from treadle.report.summary import RunRecord, read_record
@@ -63,6 +63,8 @@ class SeedGroup(msgspec.Struct, frozen=True, kw_only=True):
     repeated: tuple[int, ...]  # further runs with the same settings and seeds, which are in no mean
     before: Estimate | None
     after: Estimate | None
+    score_before: Estimate | None  # the mean score of the held-out answers
+    score_after: Estimate | None
     final_reward: Estimate | None
 
 
@@ -258,6 +260,8 @@ def _summary(name: str, group: Sequence[ComparedRun], repeats: Sequence[Compared
         repeated=_repeated(group, repeats),
         before=before.as_share() if before else None,
         after=after.as_share() if after else None,
+        score_before=_over_seeds([one.mean_score if one else None for one, _ in ends]),
+        score_after=_over_seeds([one.mean_score if one else None for _, one in ends]),
         final_reward=_over_seeds([_final_reward(run) for run in group]),
     )
 

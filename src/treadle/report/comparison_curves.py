@@ -10,7 +10,7 @@ import msgspec
 
 from treadle.dash.charts import CHARTS, Chart, Values, buckets
 from treadle.dash.run_folder import HeldOut
-from treadle.report.history import Evaluation, History, is_number
+from treadle.report.history import History, held_out_of, is_number
 from treadle.report.statistics import Estimate, mean_of_seeds
 from treadle.track.catalogue import METRICS
 
@@ -92,7 +92,3 @@ def _points(histories: Sequence[History]) -> list[HeldOut]:
 
 def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
-
-
-def held_out_of(one: Evaluation) -> HeldOut:
-    return HeldOut(one.step, one.accuracy, one.low, one.high, one.mean_score, one.num_prompts)

@@ -7,7 +7,7 @@ The file is a page of its own (dash/page/compare.html); `treadle dash FOLDER` se
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import msgspec
 from treadle.config.load import replace_text
 from treadle.dash.export import export_page
 from treadle.dash.run_folder import HeldOut
-from treadle.formatting import counted, duration, gigabytes, near, one_line, percent
+from treadle.formatting import counted, duration, gigabytes, near, one_line, percent, with_interval
 from treadle.report.comparison import (
     MEAN_STEPS,
     AnswerComparison,
@@ -29,10 +29,12 @@ from treadle.report.statistics import Estimate
 
 PAGE_FILE = "comparison.html"
 NUM_PRINTED = 2  # examples of each kind, in the terminal
-_HEADS = ("", "run", "seed", "held-out before", "held-out after", "final reward", "steps", "time", "memory")
+_HEADS = ("", "run", "seed", "held-out before", "held-out after")
+_SCORE_HEADS = ("score before", "score after")  # where a score says more than right or wrong
+_LAST_HEADS = ("final reward", "steps", "time", "memory")
 _NOTE = (
-    "In brackets: 95 % intervals, of a run over its prompts, of a mean over its seeds. Final reward: mean of the last "
-    f"{MEAN_STEPS} steps."
+    "In brackets: 95 % intervals, of a run over its prompts, of a mean over its seeds. Held-out: accuracy; score: the "
+    f"mean score of the same answers. Final reward: mean of the last {MEAN_STEPS} steps."
 )
 _LONGEST_TEXT = 300  # characters of a prompt or an answer in the terminal
 _LONGEST_VALUE = 60
@@ -79,7 +81,13 @@ def page_answer(comparison: Comparison) -> dict[str, Any]:
 def table_of(comparison: Comparison) -> list[list[str]]:
     """The heads, a row for each run, and a row for each group of several."""
     groups = [group for group in comparison.groups if len(group.runs) > 1]
-    return [list(_HEADS), *map(_row, comparison.runs), *map(_row_of_group, groups)]
+    ends = [end for run in comparison.runs for end in (run.before, run.after) if end is not None]
+    is_graded = any(end.score_low is not None for end in ends)
+    return [
+        [*_HEADS, *(_SCORE_HEADS if is_graded else ()), *_LAST_HEADS],
+        *(_row(run, with_scores=is_graded) for run in comparison.runs),
+        *(_row_of_group(group, with_scores=is_graded) for group in groups),
+    ]
 
 
 def settings_table(comparison: Comparison) -> list[list[str]]:
@@ -106,8 +114,9 @@ def text_of(comparison: Comparison) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def _row(run: RunFigures) -> list[str]:
+def _row(run: RunFigures, *, with_scores: bool) -> list[str]:
     """Number, name, seed, held-out before and after, final reward, steps, time and memory of a run, as text."""
+    scores = [_score(_score_estimate(end)) for end in (run.before, run.after)] if with_scores else []
     is_newest = run.after is None or run.after.step == run.steps_taken
     return [
         str(run.number),
@@ -115,6 +124,7 @@ def _row(run: RunFigures) -> list[str]:
         str(run.seed),
         _interval(_estimate(run.before)),
         _interval(_estimate(run.after)) + ("" if is_newest or run.after is None else f" at step {run.after.step}"),
+        *scores,
         "–" if run.final_reward is None else f"{run.final_reward:.3f}",
         str(run.steps_taken) if run.steps_taken == run.steps else f"{run.steps_taken} of {run.steps}",
         duration(run.total_s) if run.total_s else "–",
@@ -126,26 +136,33 @@ def _estimate(held_out: HeldOut | None) -> Estimate | None:
     return None if held_out is None else Estimate(held_out.accuracy, held_out.low, held_out.high)
 
 
-def _row_of_group(group: SeedGroup) -> list[str]:
-    reward = _interval(group.final_reward, "{:.3f}".format, "{:.3f}".format)
-    return ["", f"mean of {_numbers(group)}", "", _interval(group.before), _interval(group.after), reward, "", "", ""]
+def _score_estimate(held_out: HeldOut | None) -> Estimate | None:
+    if held_out is None or held_out.mean_score is None:
+        return None
+    return Estimate(held_out.mean_score, held_out.score_low, held_out.score_high)
+
+
+def _score(estimate: Estimate | None) -> str:
+    return "–" if estimate is None else with_interval(estimate.mean, estimate.low, estimate.high)
+
+
+def _row_of_group(group: SeedGroup, *, with_scores: bool) -> list[str]:
+    scores = [_score(group.score_before), _score(group.score_after)] if with_scores else []
+    accuracies = [_interval(group.before), _interval(group.after)]
+    return ["", f"mean of {_numbers(group)}", "", *accuracies, *scores, _score(group.final_reward), "", "", ""]
 
 
 def _numbers(group: SeedGroup) -> str:
     return ", ".join(map(str, group.runs))
 
 
-def _interval(
-    estimate: Estimate | None,
-    shown: Callable[[float], str] = percent,
-    bound: Callable[[float], str] = lambda value: f"{100 * value:.1f}",
-) -> str:
+def _interval(estimate: Estimate | None) -> str:
     """ "73.0 % (67.2 to 78.1)"."""
     if estimate is None:
         return "–"
     if estimate.low is None or estimate.high is None:
-        return shown(estimate.mean)
-    return f"{shown(estimate.mean)} ({bound(estimate.low)} to {bound(estimate.high)})"
+        return percent(estimate.mean)
+    return f"{percent(estimate.mean)} ({100 * estimate.low:.1f} to {100 * estimate.high:.1f})"
 
 
 def answers_in_words(one: AnswerComparison) -> str:

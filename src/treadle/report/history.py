@@ -17,10 +17,10 @@ from typing import Any, TypeGuard
 
 from treadle.config.env import folder_of, labels_of
 from treadle.config.schema import RunConfig
-from treadle.dash.run_folder import CONFIG_FILE
+from treadle.dash.run_folder import CONFIG_FILE, HeldOut
 from treadle.errors import ConfigError
 from treadle.track.files import HEALTH_FILE, HealthEvent, HealthFile, read_steps
-from treadle.track.plot import HeldOutPoint, pooled
+from treadle.track.plot import HeldOutPoint, pooled, pooled_mean
 
 Step = dict[str, Any]
 # Parts of the time of a step, and the metrics that add up to each.
@@ -54,6 +54,8 @@ class Evaluation:
     max_tokens: int | None = None  # an answer that reaches this many tokens is cut off
     policy_version: int | None = None  # that answered, as reported by the engine
     mean_score: float | None = None  # of the answers that could be scored; None: unknown
+    score_low: float | None = None  # its 95 % interval; None: a score only says right or wrong, or it is unknown
+    score_high: float | None = None
     num_unscored: int = 0  # answers that are in none of the figures, because scoring failed
     env: str = ""  # name of the environment, if there are several; of a part, of the data source
     by_source: Mapping[str, Evaluation] = field(default_factory=dict)  # its parts, of several data sources
@@ -161,6 +163,12 @@ def parts_by_source(evaluations: Sequence[Evaluation]) -> dict[str, tuple[Evalua
 
 def _pool(parts: Sequence[Evaluation]) -> Evaluation:
     point = pooled([(part.num_prompts, part.point) for part in parts])
+    scores = [
+        (part.num_prompts, (part.mean_score, part.score_low, part.score_high))
+        for part in parts
+        if part.mean_score is not None and part.score_low is not None and part.score_high is not None
+    ]
+    _, score_low, score_high = pooled_mean(scores) if len(scores) == len(parts) else (None, None, None)
 
     def mean(values: Sequence[float | None]) -> float | None:
         known = [(part.num_prompts, value) for part, value in zip(parts, values, strict=True) if value is not None]
@@ -178,6 +186,8 @@ def _pool(parts: Sequence[Evaluation]) -> Evaluation:
         ended=mean([part.ended for part in parts]),
         policy_version=min((v for part in parts if (v := part.policy_version) is not None), default=None),
         mean_score=mean([part.mean_score for part in parts]),
+        score_low=score_low,
+        score_high=score_high,
         num_unscored=sum(part.num_unscored for part in parts),
     )
 
@@ -232,6 +242,7 @@ def _read_figures(values: Mapping[str, Any], step: int) -> Evaluation:
     low, high = (float(edge) for edge in values.get("interval_95") or (accuracy, accuracy))
     if not all(math.isfinite(number) for number in (accuracy, low, high)):
         raise ValueError(f"an accuracy of {accuracy}, {low} to {high}")
+    bounds = [float(edge) for edge in values.get("mean_score_interval_95") or () if is_number(edge)]
     return Evaluation(
         step=step,
         accuracy=accuracy,
@@ -240,7 +251,16 @@ def _read_figures(values: Mapping[str, Any], step: int) -> Evaluation:
         num_right=int(values.get("num_right", 0)),
         num_prompts=int(values.get("num_prompts", 0)),
         mean_score=float(values["mean_score"]) if is_number(values.get("mean_score")) else None,
+        score_low=bounds[0] if len(bounds) == 2 else None,
+        score_high=bounds[1] if len(bounds) == 2 else None,
         num_unscored=int(values.get("num_unscored") or 0),
+    )
+
+
+def held_out_of(one: Evaluation) -> HeldOut:
+    """An evaluation as a chart shows it."""
+    return HeldOut(
+        one.step, one.accuracy, one.low, one.high, one.mean_score, one.num_prompts, one.score_low, one.score_high
     )
 
 

@@ -23,11 +23,11 @@ from treadle.config.schema import RunConfig
 from treadle.dash.charts import Series, charts_of, series_of
 from treadle.dash.export import export_page, group_answers
 from treadle.dash.rollouts import GroupView, TokenDecoder, view_group
-from treadle.dash.run_folder import HeldOut, MetricsFile, RunFolder
+from treadle.dash.run_folder import MetricsFile, RunFolder
 from treadle.dash.status import TRAINING_STEPS, RunFacts, Tile, sampling_note, tiles_of
 from treadle.errors import UserError
-from treadle.formatting import counted, duration, gigabytes, model_name, near, percent
-from treadle.report.history import Evaluation, History, check_is_run, flatten
+from treadle.formatting import counted, duration, gigabytes, model_name, near, percent, with_interval
+from treadle.report.history import Evaluation, History, check_is_run, flatten, held_out_of
 from treadle.report.summary import RunRecord, Summary, choose_examples, read_record
 from treadle.store import ReadFailed
 from treadle.store.browse import GroupFilter
@@ -156,13 +156,9 @@ def _series(run: RunFolder, history: History) -> Series:
     return msgspec.structs.replace(
         series,
         names=sorted(series.values),
-        held_out=[_held_out(one) for one in history.evaluations],
-        held_out_by_env={label: [_held_out(one) for one in found] for label, found in history.by_env.items()},
+        held_out=[held_out_of(one) for one in history.evaluations],
+        held_out_by_env={label: [held_out_of(one) for one in found] for label, found in history.by_env.items()},
     )
-
-
-def _held_out(one: Evaluation) -> HeldOut:
-    return HeldOut(one.step, one.accuracy, one.low, one.high, one.mean_score, one.num_prompts)
 
 
 def _tiles(record: RunRecord, run: RunFolder) -> list[Tile]:
@@ -176,12 +172,14 @@ def _tiles(record: RunRecord, run: RunFolder) -> list[Tile]:
         is_supervised=run.is_supervised,
     )
     with run.metrics.columns() as columns:
-        *tiles, _ = tiles_of(columns, [_held_out(one) for one in history.evaluations], now, 0)
+        *tiles, _ = tiles_of(columns, [held_out_of(one) for one in history.evaluations], now, 0)
     _, last = _first_and_last(history.evaluations)
     step_s, num_warnings = history.mean("perf/step_s"), len(history.health)
-    score = None if last is None else last.mean_score
+    score = ""
+    if last is not None and last.mean_score is not None:
+        score = with_interval(last.mean_score, last.score_low, last.score_high)
     further = {
-        **({} if run.is_supervised else {"Held-out mean score": "" if score is None else f"{score:.3f}"}),
+        **({} if run.is_supervised else {"Held-out mean score": score}),
         "Time": duration(summary.total_s) if summary.total_s else "",
         "Seconds per step": "" if step_s is None else f"{step_s:.2f}",
         "Peak memory": gigabytes(summary.peak_memory_bytes) if summary.peak_memory_bytes else "",
@@ -265,7 +263,8 @@ def _accuracy_in_words(before: Evaluation | None, after: Evaluation | None) -> l
         "brackets, 95 % intervals."
     ]
     if before.mean_score is not None and after.mean_score is not None:
-        sentences.append(f"The mean score of these answers was {before.mean_score:.3f} and {after.mean_score:.3f}.")
+        first, last = (with_interval(one.mean_score or 0.0, one.score_low, one.score_high) for one in (before, after))
+        sentences.append(f"The mean score of these answers was {first} and {last}.")
     if before.low <= after.high and after.low <= before.high:
         sentences.append("The intervals overlap: the difference may be chance.")
     return sentences
@@ -278,7 +277,7 @@ def _sampling_note(record: RunRecord) -> list[str]:
         return []
     steps = [step for step in record.history.steps if int(step["step"]) <= last.step][-TRAINING_STEPS:]
     training = History(tuple(steps)).values("rollout/accuracy")
-    note = sampling_note(_held_out(last), training, record.config.environments[0].model_dump())
+    note = sampling_note(held_out_of(last), training, record.config.environments[0].model_dump())
     return [note] if note else []
 
 

@@ -16,7 +16,17 @@ from treadle.config.load import load_run, replace_text
 from treadle.config.schema import RunConfig
 from treadle.dash.run_folder import CONFIG_FILE, read_object
 from treadle.errors import MissingExtra
-from treadle.formatting import counted, duration, gigabytes, model_name, near, one_line, percent, program
+from treadle.formatting import (
+    counted,
+    duration,
+    gigabytes,
+    model_name,
+    near,
+    one_line,
+    percent,
+    program,
+    with_interval,
+)
 from treadle.report.history import (
     GENERATION_S,
     SECONDS_PER_STEP,
@@ -290,6 +300,7 @@ def _print_examples(summary: Summary, console: Console) -> None:
 def _held_out(evaluation: Evaluation | None) -> dict[str, Any] | None:
     if evaluation is None:
         return None
+    low, high = evaluation.score_low, evaluation.score_high
     return {
         "step": evaluation.step,
         "accuracy": evaluation.accuracy,
@@ -298,6 +309,7 @@ def _held_out(evaluation: Evaluation | None) -> dict[str, Any] | None:
         "num_prompts": evaluation.num_prompts,
         "max_tokens": evaluation.max_tokens,
         "mean_score": evaluation.mean_score,
+        "mean_score_interval_95": None if low is None else [low, high],
         "num_unscored": evaluation.num_unscored,
     }
 
@@ -311,11 +323,13 @@ def result_in_words(summary: Summary) -> str:
 
 
 def mean_scores_in_words(summary: Summary) -> str:
-    """ "0.016 -> 0.720"; "" where it was not measured."""
-    scores = [(held_out or {}).get("mean_score") for held_out in (summary.held_out_before, summary.held_out_after)]
-    if scores == [None, None]:
+    """ "0.016 -> 0.720 (0.665 to 0.775), 95 % intervals"; "" where it was not measured."""
+    ends = [held_out or {} for held_out in (summary.held_out_before, summary.held_out_after)]
+    scores = [(end.get("mean_score"), *(end.get("mean_score_interval_95") or (None, None))) for end in ends]
+    if all(score is None for score, _, _ in scores):
         return ""
-    return " -> ".join("not measured" if score is None else f"{score:.3f}" for score in scores)
+    words = " -> ".join("not measured" if score is None else with_interval(score, *bounds) for score, *bounds in scores)
+    return words + (", 95 % intervals" if any(low is not None for _, low, _ in scores) else "")
 
 
 def change_in_words(before: dict[str, Any] | None, after: dict[str, Any] | None) -> str:

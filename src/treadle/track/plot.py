@@ -31,12 +31,18 @@ def pooled(parts: Sequence[tuple[int, HeldOutPoint]]) -> HeldOutPoint:
     >>> [round(bound, 3) for bound in (pooled([(100, point)] * 2).low, pooled([(100, point)] * 2).high)]
     [0.429, 0.571]
     """
+    accuracy, low, high = pooled_mean([(num, (point.accuracy, point.low, point.high)) for num, point in parts])
+    return HeldOutPoint(parts[0][1].step, accuracy, max(0.0, low), min(1.0, high))
+
+
+def pooled_mean(parts: Sequence[tuple[int, tuple[float, float, float]]]) -> tuple[float, float, float]:
+    """The mean over the prompts of several evaluations and its interval, of (number of prompts, (mean, low, high))."""
     total = sum(num for num, _ in parts) or 1
-    shares = [(num / total, point) for num, point in parts]
-    accuracy = sum(share * point.accuracy for share, point in shares)
-    below = math.hypot(*(share * (point.accuracy - point.low) for share, point in shares))
-    above = math.hypot(*(share * (point.high - point.accuracy) for share, point in shares))
-    return HeldOutPoint(parts[0][1].step, accuracy, max(0.0, accuracy - below), min(1.0, accuracy + above))
+    shares = [(num / total, *estimate) for num, estimate in parts]
+    mean = sum(share * own for share, own, _, _ in shares)
+    below = math.hypot(*(share * (own - low) for share, own, low, _ in shares))
+    above = math.hypot(*(share * (high - own) for share, own, _, high in shares))
+    return mean, mean - below, mean + above
 
 
 def load_pyplot() -> Any:

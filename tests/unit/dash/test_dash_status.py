@@ -51,6 +51,8 @@ def test_a_complete_run_says_what_was_measured():
     held_out = [HeldOut(0, 0.016, 0.006, 0.039, 0.02), HeldOut(25, 0.4, 0.3, 0.5), HeldOut(50, 0.73, 0.67, 0.78, 0.7)]
     result = "held-out accuracy 1.6 % → 73.0 % (67.0 to 78.0, 95 % interval), mean score 0.020 → 0.700"
     assert result_in_words(held_out) == result
+    graded = HeldOut(50, 0.73, 0.67, 0.78, 0.7, 256, 0.66, 0.74)
+    assert result_in_words([graded]).endswith(", mean score 0.700 (0.660 to 0.740)")
     assert result_in_words(held_out[1:2]) == "held-out accuracy 40.0 % (30.0 to 50.0, 95 % interval)"
     assert in_words(with_(step=50, is_at_work=False, result=result)) == ["all 50 steps are trained", result]
 

@@ -13,8 +13,15 @@ from treadle.config.env import EnvConfig, ServerConfig
 from treadle.envs.base import Environment, Item, Score, stable_seed
 from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import EngineClient
-from treadle.envs.eval_statistics import pass_at_k, pass_interval, wilson_interval, worthwhile_ks
-from treadle.envs.evaluation import eval_temperature, evaluate_policy, format_result, save_for_atropos, save_result
+from treadle.envs.eval_statistics import mean_interval, pass_at_k, pass_interval, wilson_interval, worthwhile_ks
+from treadle.envs.evaluation import (
+    eval_metrics,
+    eval_temperature,
+    evaluate_policy,
+    format_result,
+    save_for_atropos,
+    save_result,
+)
 from treadle.envs.main import open_context
 from treadle.errors import ConfigError, ScoringError
 from treadle.report.history import read_evaluation
@@ -143,6 +150,38 @@ def test_a_number_counts_as_right_from_the_threshold_on(tmp_path, right, num_rig
     assert result.num_right == num_right
     assert result.mean_score == pytest.approx(0.46)
     assert "mean score 0.460" in format_result(result)
+
+
+def test_a_graded_score_has_an_interval_over_prompts(tmp_path):
+    class Graded(Digits):
+        def score(self, item, completion_text, completion):
+            return int(item.answer) / 10
+
+    result = Harness(tmp_path, Graded).evaluate()
+    # 0.45 +- 2.262 * sqrt(0.091667 / 10): Student's t with 9 degrees of freedom
+    assert result.mean_score_interval_95 == pytest.approx((0.2334, 0.6666), abs=1e-4)
+    assert "mean score 0.450 (0.233 to 0.667), " in format_result(result)
+    metrics = eval_metrics(result)
+    assert (metrics["eval/mean_score_low"], metrics["eval/mean_score_high"]) == result.mean_score_interval_95
+
+
+def test_answers_to_one_prompt_are_one_sample_of_the_mean_score(tmp_path):
+    class Graded(Digits):
+        def score(self, item, completion_text, completion):
+            return 0.2 if completion_text == "?" else 0.4
+
+    result = Harness(tmp_path, Graded, eval_samples=4).evaluate()
+    assert result.mean_score_interval_95 == pytest.approx(mean_interval([0.4] * 2 + [0.3] * 8))
+
+
+def test_scores_that_only_say_right_or_wrong_have_the_interval_of_the_accuracy(tmp_path):
+    class Signed(Digits):
+        def score(self, item, completion_text, completion):
+            return Score(reward=1.0 if item.answer == "0" else -1.0, is_right=item.answer == "0")
+
+    result = Harness(tmp_path, Signed).evaluate()
+    assert (result.mean_score, result.mean_score_interval_95) == (pytest.approx(-0.8), None)
+    assert "eval/mean_score_low" not in eval_metrics(result)
 
 
 class AlwaysRaises(Digits):

@@ -13,12 +13,13 @@ from starlette.testclient import TestClient
 from tests.written_run import evaluation, write_finished
 from treadle import cli
 from treadle.config.load import load_run, save_run
+from treadle.envs.eval_statistics import t_quantile
 from treadle.errors import ConfigError
 from treadle.launch.dash_command import open_start_page
 from treadle.report.comparison import Comparison, compare_folders
 from treadle.report.comparison_curves import estimates_by_step
 from treadle.report.comparison_output import render_comparison, text_of
-from treadle.report.statistics import mcnemar_p, mean_of_seeds, t_quantile
+from treadle.report.statistics import mcnemar_p, mean_of_seeds
 
 
 @pytest.fixture
@@ -140,6 +141,24 @@ def test_answers_that_could_not_be_scored_are_in_no_pair(tmp_path: Path) -> None
     said = text_of(comparison)
     assert "on 2 common prompts (6 more without a score in one of them)" in said
     assert "Could not be scored, and are in no figure: 6 answers of run 2 at step 4." in said
+
+
+def test_graded_scores_are_shown_with_their_intervals(seeded: list[Path]) -> None:
+    assert "score after" not in text_of(compare_folders(seeded[:2]))
+    for folder, score in zip(seeded[:2], (0.5, 0.7), strict=True):
+        file = folder / "evals" / "step-4.json"
+        values = json.loads(file.read_text()) | {
+            "mean_score": score,
+            "mean_score_interval_95": [score - 0.1, score + 0.1],
+        }
+        file.write_text(json.dumps(values))
+    comparison = compare_folders(seeded[:2])
+    assert comparison.groups[0].score_after == mean_of_seeds([0.5, 0.7])
+    lines = text_of(comparison).splitlines()
+    assert next(line for line in lines if "score before" in line).count("score after") == 1
+    assert "0.062" in lines[3]
+    assert "0.500 (0.400 to 0.600)" in lines[3]
+    assert "0.600 (-0.671 to 1.871)" in next(line for line in lines if "mean of 1, 2" in line)
 
 
 def test_steps_that_one_seed_lacks_are_not_in_the_mean() -> None:

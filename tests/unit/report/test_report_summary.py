@@ -63,6 +63,17 @@ def test_report_says_it_in_words(tmp_path: Path) -> None:
         assert place in text
 
 
+def test_a_graded_score_is_reported_with_its_interval(tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    file = tmp_path / "evals" / "step-50.json"
+    values = json.loads(file.read_text()) | {"mean_score": 0.365, "mean_score_interval_95": [0.34, 0.39]}
+    file.write_text(json.dumps(values))
+    summary = summarize(config, tmp_path, history_of(config, tmp_path), Outcome(True, 254.0))
+    assert summary.held_out_after is not None
+    assert summary.held_out_after["mean_score_interval_95"] == [0.34, 0.39]
+    assert re.search(r"held-out mean score +0\.008 -> 0\.365 \(0\.340 to 0\.390\), 95 % intervals\n", printed(summary))
+
+
 def test_a_summary_of_one_step_uses_the_singular(tmp_path: Path) -> None:
     config = write_run(tmp_path, num_steps=1, is_evaluated=False)
     summary = summarize(config, tmp_path, history_of(config, tmp_path), Outcome(True, 5.0))

@@ -166,7 +166,11 @@ export class Card {
   // The evaluations of this chart, each with the colour of its interval.
   heldOut() {
     const points = this.chart.has_held_out ? this.overview.data.get("")?.held_out ?? [] : [];
-    return points.map((point) => ({ ...point, colour: "--ink" }));
+    const scores = points.filter((point) => (point.score_low ?? null) !== null);
+    return [
+      ...points.map((point) => ({ ...point, colour: "--ink" })),
+      ...scores.map((point) => ({ step: point.step, low: point.score_low, high: point.score_high, colour: "--s0" })),
+    ];
   }
 
   // Range of the vertical axis: includes the intervals of the held-out points, and margins around a constant value.

@@ -85,6 +85,7 @@ async def evaluate(
         policy_version=result.policy_version,
         accuracy=result.accuracy,
         mean_score=result.mean_score,
+        mean_score_interval_95=result.mean_score_interval_95,
         low=result.interval_95[0],
         high=result.interval_95[1],
         prompts=result.num_prompts,
