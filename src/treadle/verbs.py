@@ -90,7 +90,7 @@ def _sft(words: list[str]) -> int:
 
     if values._resume is not None:
         return resume(values._resume, given(values))
-    return start(load_run(values._config, given(values), with_derived=False))
+    return start(load_run(values._config, given(values), with_derived=False, is_supervised=True))
 
 
 def _matrix(words: list[str]) -> int:

@@ -48,7 +48,7 @@ def ending(result: subprocess.CompletedProcess[str], run: Path) -> str:
 
 
 def newest_run(output: Path) -> Path:
-    runs = sorted(p for p in output.iterdir() if p.is_dir()) if output.is_dir() else []
+    runs = sorted(p for p in output.iterdir() if p.is_dir() and p.name[:1].isdigit()) if output.is_dir() else []
     return runs[-1] if runs else output / "none"
 
 

@@ -48,12 +48,13 @@ def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def supervised(folder: Path, data: str, *flags: str) -> Path:
-    """The folder of a short `treadle sft` on these rows."""
-    words = ("-m", "treadle", "sft", "--data", data, "--model", "tiny", "--output", "sft", *SFT_FEWER, *flags)
+def supervised(folder: Path, recipe: str, *flags: str) -> str:
+    """The model of the recipe's first stage with fewer steps, where the page says that it is."""
+    config = f"recipes/{recipe}/recipe.toml"
+    words = ("-m", "treadle", "sft", "--config", config, "--model", "tiny", "--output", "sft", *SFT_FEWER, *flags)
     result = python(folder, *words)
     assert result.returncode == 0, result.stdout + result.stderr
-    return newest_run(folder / "sft")
+    return f"runs/{recipe}-sft/final_model"
 
 
 def train(
@@ -76,23 +77,23 @@ def train(
 
 def test_reverse_text_is_learned_from_rows_and_then_from_rewards(folder):
     assert python(folder, "recipes/reverse-text/rows.py").returncode == 0
-    run = supervised(folder, "data/reverse-text")
-    train(folder, "reverse-text", model=str(run))
+    model = supervised(folder, "reverse-text")
+    train(folder, "reverse-text", model=model)
 
 
 @pytest.mark.full  # its parts: tests/unit/recipes, and the test above
 def test_alphabet_sort_is_learned_from_rows_and_then_from_rewards(folder):
     assert python(folder, "recipes/alphabet-sort/rows.py").returncode == 0
-    run = supervised(folder, "data/alphabet-sort")
-    train(folder, "alphabet-sort", model=str(run), learns=False)  # it writes no list of the given names
+    model = supervised(folder, "alphabet-sort")
+    train(folder, "alphabet-sort", model=model, learns=False)  # it writes no list of the given names
 
 
 @pytest.mark.full
 def test_guess_number_is_learned_from_games_and_then_from_rewards(folder):
     assert python(folder, "recipes/guess-number/guess_number.py").returncode == 0
-    run = supervised(folder, "data/guess-number", "--steps", "120", "--train.lr", "3e-3")  # it writes numbers then
+    model = supervised(folder, "guess-number", "--steps", "120", "--train.lr", "3e-3")  # it writes numbers then
     in_one_of_99 = json.dumps({"num_values": 99, "max_turns": 3})
-    steps = train(folder, "guess-number", "--env.args", in_one_of_99, model=str(run))
+    steps = train(folder, "guess-number", "--env.args", in_one_of_99, model=model)
     assert all(1 <= row["rollout/reward/turns"] <= 3 for row in steps)
 
 

@@ -37,6 +37,7 @@ PROMPT_ROOM = 1024  # tokens before a completion
 _UNUSED_BY_SFT = (
     "max_age", "hub_url", "engine_url", "engines", "env", "envs", "hub", "engine", "router", "openai", "cluster",
 )  # fmt: skip
+OF_STAGE = ("model", "steps", "seed", "output", "train")  # settings that an [sft] table may have for itself
 MAX_DERIVED_SEQUENCES = 1024  # on an H200 more in flight are not faster (docs/engine.md)
 T = TypeVar("T", bound=BaseModel)
 
@@ -47,6 +48,7 @@ def load_run(
     *,
     with_derived: bool = True,
     spreads: bool = False,
+    is_supervised: bool = False,
     source: str = "the command line",
 ) -> RunConfig:
     """Read a file (TOML, YAML, saved JSON) and lay `overrides` ({"train.lr": "1e-5"}) over it.
@@ -55,6 +57,7 @@ def load_run(
     several, "env.X" is set in all of them, and "envs.1.X" in the second.
 
     `with_derived`: also the derived values of a saved run, which its own processes need and a new run must not have.
+    `is_supervised`: for `treadle sft`, whose settings in the [sft] table replace those of the file.
     `spreads`: settings of the whole run in the file (`model`, `hub_url`, ...) also set those of the sections.
     `source`: where the overrides come from, in words.
 
@@ -66,7 +69,7 @@ def load_run(
         found = read_file(path.expanduser())
         if path.suffix == ".json":
             found = merge_derived(found) if with_derived else {key: found[key] for key in found if key != DERIVED}
-        values, notes = with_our_names(found, path)
+        values, notes = with_our_names(_with_stage(found, is_used=is_supervised), path)
         sys.stderr.writelines(f"{note}\n" for note in notes)
         expand_shorthands(values.get("train", {}))
         if spreads:
@@ -85,6 +88,28 @@ def load_run(
             set_value(values, dotted, value)
     expand_shorthands(values.get("train", {}))
     return parse(RunConfig, values, source=str(path) if path else source)
+
+
+def _with_stage(found: dict[str, Any], *, is_used: bool) -> dict[str, Any]:
+    """Take the settings for `treadle sft` alone out of the [sft] table, and use them or leave them out.
+
+    >>> _with_stage({"steps": 15, "sft": {"steps": 40, "train": {"lr": 3e-4}, "epochs": 1}}, is_used=True)
+    {'steps': 40, 'sft': {'epochs': 1}, 'train': {'lr': 0.0003}}
+    """
+    table = found.get("sft")
+    if not isinstance(table, dict):
+        return found
+    own = {name: table[name] for name in OF_STAGE if name in table}
+    rest = found | {"sft": {name: value for name, value in table.items() if name not in own}}
+    if not is_used:
+        return rest
+    train, replaced = own.get("train"), found.get("train", {})
+    if isinstance(train, dict) and isinstance(replaced, dict):
+        given = {_field_of(SECTIONS["train"], name) for name in train}  # in either spelling
+        own["train"] = {
+            k: value for k, value in replaced.items() if _field_of(SECTIONS["train"], k) not in given
+        } | train
+    return rest | own
 
 
 def _spread(values: dict[str, Any]) -> None:

@@ -107,6 +107,32 @@ def test_the_page_lists_every_recipe_with_its_folder():
     assert folders == set(RECIPES)
 
 
+def test_the_table_of_results_has_the_figures_of_the_pages():
+    rows = [line for line in Page(ROOT / "recipes" / "README.md").section("Results").splitlines() if line[:2] == "| "]
+    heads, *found = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    tasks = {row[heads.index("task")]: row for row in found}
+    assert set(tasks) == set(RECIPES)
+    for recipe, row in tasks.items():
+        results = Page(RECIPES[recipe] / "README.md").section("Results")
+        figures = {*re.findall(r"\d+\.\d+", " ".join(row[2:-1])), *re.findall(r"\d+ \+ \d+", row[heads.index("steps")])}
+        assert {figure for figure in figures if figure not in results} == set(), recipe
+        assert figures or "not measured yet" in results
+        assert ("not measured yet" in row) == ("not measured yet" in results.strip().splitlines()[2]), recipe
+
+
+@pytest.mark.parametrize(
+    "recipe", [name for name, folder in RECIPES.items() if "[sft]" in (folder / "recipe.toml").read_text()]
+)
+def test_one_file_has_both_stages_and_their_folders_fit(recipe):
+    file = RECIPES[recipe] / "recipe.toml"
+    first, second = load_run(file, is_supervised=True), run_config(recipe)
+    assert (first.sft.source, first.steps != second.steps) == (f"data/{recipe}", True)
+    assert (first.train.batch_size, second.train.batch_size) == (16, 128)
+    commands = [command.line for block in Page(RECIPES[recipe] / "README.md").blocks for command in block.commands]
+    assert f"treadle sft --config recipes/{recipe}/recipe.toml" in commands
+    assert f"--model {first.train.save_path}/final_model" in commands[-1]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_page_of_a_recipe_has_its_command_results_and_changes(recipe):
     page = Page(RECIPES[recipe] / "README.md")

@@ -9,7 +9,7 @@ import pytest
 
 from treadle import cli
 from treadle.config import load_run
-from treadle.config.load import save_run
+from treadle.config.load import explicit_keys, save_run
 from treadle.config.schema import RunConfig
 from treadle.dash.charts import CHARTS, DISTANCE_FROM_TEACHER, SFT_CHARTS, charts_of
 from treadle.dash.run_folder import RunFolder, task_of
@@ -85,6 +85,22 @@ def test_treadle_run_reads_a_file_with_an_sft_table_and_does_not_use_it(tmp_path
     assert not config.is_supervised
     save_run(config, tmp_path / "config.json")
     assert load_run(tmp_path / "config.json") == config.model_copy(update={"sft": RunConfig().sft})
+
+
+def test_one_file_has_the_settings_of_both_stages(tmp_path: Path):
+    file = tmp_path / "both.toml"
+    file.write_text(
+        'model = "b"\nsteps = 15\n[train]\nbatch_size = 128\nlr = 2e-5\nwarmup-steps = 3\n'
+        '[sft]\ndata = "rows.jsonl"\nmodel = "a"\nsteps = 40\n[sft.train]\nbatch-size = 16\nlr = 3e-4\n'
+    )
+    run, sft = load_run(file), load_run(file, {"train.lr": "1e-4"}, is_supervised=True)
+    assert (run.model, run.steps, run.train.batch_size, run.train.lr) == ("b", 15, 128, 2e-5)
+    assert (sft.model, sft.steps, sft.train.batch_size) == ("a", 40, 16)
+    assert (sft.train.lr, sft.train.warmup_steps) == (1e-4, 3), "flags come first, others stay"
+    assert "steps" in explicit_keys(sft)
+    file.write_text('[sft]\ndata = "rows.jsonl"\nstep = 40\n')
+    with pytest.raises(ConfigError, match=r"'sft\.step'"):
+        load_run(file)
 
 
 def test_the_folder_of_a_run_stands_for_its_model(tmp_path: Path):
