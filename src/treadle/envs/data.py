@@ -204,7 +204,7 @@ def read_splits(name: str, *, split: str = "", held_out_split: str = "") -> Spli
         if split or held_out_split:
             raise ConfigError(
                 f"{name} is a file, and has no split '{split or held_out_split}'",
-                fix="leave --env.data-split and --env.eval-split out, or name a folder or a dataset",
+                fix=f"leave --env.{'data' if split else 'eval'}-split out, or name a folder or a dataset",
             )
         return Splits(train=_read_files([path]))
     if path.is_dir():

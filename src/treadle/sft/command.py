@@ -49,7 +49,7 @@ from treadle.sft.data import (
     shared_start,
     split_off,
 )
-from treadle.sft.rollouts import load_rollouts
+from treadle.sft.rollouts import check_tokenizer, load_rollouts
 from treadle.support import fast_dtype
 from treadle.sync.model_folders import local_folder
 from treadle.train.requirements import check_layers, check_trainer
@@ -221,14 +221,7 @@ def _examples(config: RunConfig, tokenizer: ChatTokenizer, model_folder: Path) -
     if sft.from_run is None:
         return load_examples(sft, tokenizer, seq_len, _say)
     run = load_run(sft.from_run / CONFIG_FILE)
-    own = Path(run.engine.model)
-    files = [folder / "tokenizer.json" for folder in (own, model_folder)]
-    if all(file.is_file() for file in files) and files[0].read_bytes() != files[1].read_bytes():
-        raise ConfigError(
-            f"the completions of {near(sft.from_run)} are tokens of {run.model}, and {config.model} has another "
-            "tokenizer",
-            fix="leave --model out, or name a model with the same tokenizer",
-        )
+    check_tokenizer(run, sft.from_run, config.model, model_folder)
     return split_off(load_rollouts(run, sft.from_run, sft.min_score, seq_len, _say), sft.held_out)
 
 

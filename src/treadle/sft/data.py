@@ -11,9 +11,11 @@ loss is on the assistant's tokens and the token that ends its turn; of a plain t
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -26,14 +28,14 @@ from treadle.envs.base import stable_seed
 from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.data import convert_rows, read_splits, with_columns
 from treadle.envs.rows import BrokenRow, Row, RowError
-from treadle.errors import ConfigError, ModelError
+from treadle.errors import ConfigError, ModelError, UserError
 from treadle.wire.groups import IGNORED, ScoredGroup
 
 SAY_EVERY_S = 10.0
 MAX_HELD_OUT = 256  # rows: the loss of more is hardly more certain, and takes time
 PROMPT, COMPLETION = ("prompt", "question", "instruction"), ("completion", "answer", "response")
 ROLES = ("system", "user", "assistant", "tool", "developer")
-SHAPES = "a row has messages, or prompt and completion, or text; --env.data-columns NAME=COLUMN renames columns"
+SHAPES = "a row has messages, or prompt and completion, or text; --data-columns NAME=COLUMN renames columns"
 ROWS_FOLDER = "rows"  # in the folder of a run
 TRAIN_ROWS, HELD_OUT_ROWS = "train", "held_out"
 _FILES = ("tokens", "is_trained", "ends")
@@ -46,10 +48,13 @@ class Example:
     tokens: np.ndarray  # int32
     is_trained: np.ndarray  # bool
     is_cut_off: bool = False  # it was longer than the longest sequence
+    document: bytes = b""  # of a piece of a plain text: the hash of the whole text
 
     @property
     def prompt(self) -> bytes:
-        """What stands before the first token with a loss; of a plain text all of it."""
+        """What stands before the first token with a loss; of a plain text all of it, also of its pieces."""
+        if self.document:
+            return self.document
         first = int(self.is_trained.argmax())
         return self.tokens[: first if first > 1 else len(self.tokens)].tobytes()
 
@@ -70,16 +75,17 @@ def load_examples(
     """The rows of `config.data` as examples of at most `seq_len` tokens. `say` gets a line at times."""
     encode = partial(encode_row, tokenizer=tokenizer, seq_len=seq_len, system_prompt=config.system_prompt)
     convert = with_columns(_counting(encode, say), config.data_columns)
-    splits = read_splits(config.data, split=config.data_split)
-    train, broken = _flat(*convert_rows(splits.train, convert, config.data))
-    if config.eval_data:
-        given = read_splits(config.eval_data)
-        held_out, also_broken = _flat(*convert_rows(given.held_out or given.train, convert, config.eval_data))
-    elif splits.held_out and config.held_out > 0:
-        held_out, also_broken = _flat(*convert_rows(splits.held_out, convert, config.data))
-    else:
-        examples = split_off(train, config.held_out)
-        return Examples(examples.train, examples.held_out, broken)
+    with _own_flags():
+        splits = read_splits(config.data, split=config.data_split)
+        train, broken = _flat(*convert_rows(splits.train, convert, config.data))
+        if config.eval_data:
+            given = read_splits(config.eval_data)
+            held_out, also_broken = _flat(*convert_rows(given.held_out or given.train, convert, config.eval_data))
+        elif splits.held_out and config.held_out > 0:
+            held_out, also_broken = _flat(*convert_rows(splits.held_out, convert, config.data))
+        else:
+            examples = split_off(train, config.held_out)
+            return Examples(examples.train, examples.held_out, broken)
     prompts = {example.prompt for example in held_out}
     kept = [example for example in train if example.prompt not in prompts]
     if not kept:
@@ -88,6 +94,16 @@ def load_examples(
         )
     chosen = sorted(held_out, key=lambda example: stable_seed("held out", repr(example.prompt)))
     return Examples(kept, chosen[:MAX_HELD_OUT], [*broken, *also_broken])
+
+
+@contextmanager
+def _own_flags() -> Iterator[None]:
+    """Let errors of the readers that environments share name the flags of `treadle sft`."""
+    try:
+        yield
+    except UserError as error:
+        error.fix = error.fix.replace("--env.", "--")
+        raise
 
 
 def _counting(encode: Callable[[Row], list[Example]], say: Callable[[str], None]) -> Callable[[Row], list[Example]]:
@@ -110,7 +126,7 @@ def _flat(converted: list[list[Example]], broken: list[BrokenRow]) -> tuple[list
 
 
 def split_off(examples: Sequence[Example], share: float) -> Examples:
-    """Hold out all examples of some prompts: always the same ones, for every seed and order of the rows."""
+    """Hold out all examples of some prompts or texts: always the same ones, for every seed and order of the rows."""
     prompts = sorted({example.prompt for example in examples}, key=lambda prompt: stable_seed("held out", repr(prompt)))
     count = min(round(share * len(prompts)) or 1, len(prompts) - 1, MAX_HELD_OUT) if share > 0 else 0
     chosen = set(prompts[:count])
@@ -200,7 +216,11 @@ def encode_plain(tokenizer: ChatTokenizer, text: str, seq_len: int) -> list[Exam
     tokens = tokenizer.encode_text(text)
     tokens = tokens if tokens[-1:] == [tokenizer.end_of_turn] else [*tokens, tokenizer.end_of_turn]
     pieces = [tokens[start : start + seq_len] for start in range(0, len(tokens), seq_len)]
-    return [_cut(piece, [False, *[True] * (len(piece) - 1)], seq_len) for piece in pieces if len(piece) > 1]
+    examples = [_cut(piece, [False, *[True] * (len(piece) - 1)], seq_len) for piece in pieces if len(piece) > 1]
+    if len(examples) < 2:
+        return examples
+    document = hashlib.sha256(np.array(tokens, dtype=np.int32).tobytes()).digest()
+    return [replace(example, document=document) for example in examples]
 
 
 def _cut(tokens: Sequence[int], is_trained: Sequence[bool], seq_len: int) -> Example:

@@ -10,7 +10,7 @@ import numpy as np
 
 from treadle.config.schema import RunConfig
 from treadle.errors import ConfigError
-from treadle.formatting import counted
+from treadle.formatting import counted, near
 from treadle.sft.data import Example
 from treadle.store.browse import Browser, GroupFilter
 from treadle.store.choice import open_recorded
@@ -66,6 +66,22 @@ def load_rollouts(
             fix=f"--min-score {best:g}",
         )
     return list(reversed(found.values()))
+
+
+def check_tokenizer(run: RunConfig, folder: Path, model: str, model_folder: Path) -> None:
+    """Refuse a model whose tokenizer is not that of the run in `folder`, or cannot be compared with it."""
+    own, other = (place / "tokenizer.json" for place in (Path(run.engine.model), model_folder))
+    missing = [file for file in (own, other) if not file.is_file()]
+    if missing and model != run.model:
+        raise ConfigError(
+            f"the tokenizer of {model} cannot be compared with that of {near(folder)}: there is no {missing[0]}",
+            fix="leave --model out, to begin with the model that the run began with",
+        )
+    if not missing and own.read_bytes() != other.read_bytes():
+        raise ConfigError(
+            f"the completions of {near(folder)} are tokens of {run.model}, and {model} has another tokenizer",
+            fix="leave --model out, or name a model with the same tokenizer",
+        )
 
 
 def _left_out(

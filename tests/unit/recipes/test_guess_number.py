@@ -70,6 +70,8 @@ def test_a_game_is_worth_more_the_earlier_it_is_won(environment, tmp_path, guess
 def test_ranges_of_held_out_numbers_are_not_trained_on(environment):
     train, held_out = environment.train_items(), environment.eval_items()
     assert not {item.metadata["low"] for item in train} & {item.metadata["low"] for item in held_out}
+    assert {1, 2, 4, 5} <= {item.metadata["low"] for item in train}, "as README.md says of 3 to 14"
+    assert 3 in {item.metadata["low"] for item in held_out}
     assert len(held_out) == environment.config.num_eval
     assert len({(item.metadata["low"], item.answer) for item in train}) == len(train)
 

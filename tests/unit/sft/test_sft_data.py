@@ -172,6 +172,40 @@ def test_held_out_prompts_are_never_trained_on(folder, tmp_path):
     assert (len(everything.train), everything.held_out) == (80, [])
 
 
+def test_pieces_of_one_text_are_on_one_side(folder, tmp_path):
+    tokenizer = tokenizer_with(folder, CHATML)
+    texts = [f"{n}" * 11 for n in range(10)]  # three pieces each
+    data = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
+    examples = load_examples(SftConfig(data=data, held_out=0.2), tokenizer, 4)
+
+    def digits(some):
+        return {marked(tokenizer, one)[0] for one in some}
+
+    assert (len(examples.train), len(examples.held_out)) == (24, 6)
+    assert not digits(examples.train) & digits(examples.held_out)
+    given = write_rows(tmp_path / "given.jsonl", [{"text": texts[3]}])
+    kept = load_examples(SftConfig(data=data, eval_data=given), tokenizer, 4)
+    assert "3" not in digits(kept.train)
+    alone = write_rows(tmp_path / "alone.jsonl", [{"text": texts[3]}])
+    assert load_examples(SftConfig(data=alone), tokenizer, 4).held_out == []
+
+
+def test_errors_of_rows_name_the_flags_of_this_command(folder, tmp_path):
+    tokenizer = tokenizer_with(folder, TEMPLATE)
+    data = write_rows(tmp_path / "rows.jsonl", [{"q": "1+1"}])
+    wrong = [
+        SftConfig(data=data),
+        SftConfig(data=data, data_columns="prompt=question"),
+        SftConfig(data=data, data_split="train"),
+        SftConfig(data=str(tmp_path / "none.jsonl")),
+    ]
+    for config, flag in zip(wrong, ("--data-columns", "--data-columns", "--data-split", "--data"), strict=True):
+        with pytest.raises(ConfigError) as refused:
+            load_examples(config, tokenizer, 64)
+        assert flag in refused.value.fix
+        assert "--env" not in refused.value.fix
+
+
 def test_a_line_about_long_tokenizing_is_said(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("treadle.sft.data.SAY_EVERY_S", 0.0)
     data = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{n}", "completion": "1"} for n in range(3)])

@@ -11,7 +11,7 @@ import pytest
 from treadle.config import load_run
 from treadle.config.load import save_run
 from treadle.errors import ConfigError
-from treadle.sft.rollouts import load_rollouts
+from treadle.sft.rollouts import check_tokenizer, load_rollouts
 from treadle.store import Limits, NewGroup, Post, SqliteStore
 from treadle.wire.groups import IGNORED, ScoredGroup, pack_group
 
@@ -94,6 +94,28 @@ def test_a_score_that_nothing_reached_is_refused_with_the_best_one(run):
     config, folder = run(group(([10, 11], 1.0), ([12, 13], 1.0), cut_off=True))
     with pytest.raises(ConfigError, match=r"2 completions of .* and all were cut off"):
         load_rollouts(config, folder, 1.0, seq_len=64)
+
+
+def test_another_model_needs_a_tokenizer_that_can_be_compared(tmp_path):
+    folders = {name: tmp_path / name for name in ("own", "same", "other", "none")}
+    for name, folder in folders.items():
+        folder.mkdir()
+        if name != "none":
+            (folder / "tokenizer.json").write_text("b" if name == "other" else "a")
+
+    def check(model: str, run_model: str = "own") -> None:
+        run = load_run(None, {"model": run_model, "engine.model": str(folders[run_model])})
+        check_tokenizer(run, tmp_path / "run", model, folders[model])
+
+    check("own")
+    check("same")
+    check("none", run_model="none")  # the run's own model
+    with pytest.raises(ConfigError, match="other has another tokenizer"):
+        check("other")
+    for model, run_model in (("same", "none"), ("none", "own")):
+        with pytest.raises(ConfigError, match=r"there is no .*none/tokenizer\.json") as refused:
+            check(model, run_model)
+        assert "leave --model out" in refused.value.fix
 
 
 def test_a_run_without_completions_is_refused(run):
