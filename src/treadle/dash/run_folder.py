@@ -134,6 +134,7 @@ class HeldOut(msgspec.Struct, frozen=True):
     num_prompts: int = 1
     score_low: float | None = None  # of the mean score; None: it only says right or wrong
     score_high: float | None = None
+    num_unscored: int = 0  # answers that are in none of the figures
 
 
 Measured = tuple[HeldOut, dict[str, HeldOut]]  # an evaluation, and its parts by data source
@@ -324,7 +325,8 @@ def _pool(parts: list[HeldOut]) -> HeldOut:
         if one.mean_score is not None and one.score_low is not None and one.score_high is not None
     ]
     _, low, high = pooled_mean(bounded) if len(bounded) == len(parts) else (None, None, None)
-    return HeldOut(point.step, point.accuracy, point.low, point.high, mean, num_prompts, low, high)
+    num_unscored = sum(one.num_unscored for one in parts)
+    return HeldOut(point.step, point.accuracy, point.low, point.high, mean, num_prompts, low, high, num_unscored)
 
 
 def _read_held_out(path: Path) -> Measured | None:
@@ -343,5 +345,5 @@ def _figures_of(values: Mapping[str, Any], step: int) -> HeldOut:
     score = None if mean is None else float(mean)
     bounds = values.get("mean_score_interval_95")
     score_low, score_high = (None, None) if bounds is None else (float(bounds[0]), float(bounds[1]))
-    num_prompts = int(values.get("num_prompts") or 1)
-    return HeldOut(step, accuracy, float(low), float(high), score, num_prompts, score_low, score_high)
+    num_prompts, num_unscored = int(values.get("num_prompts") or 1), int(values.get("num_unscored") or 0)
+    return HeldOut(step, accuracy, float(low), float(high), score, num_prompts, score_low, score_high, num_unscored)

@@ -104,7 +104,11 @@ def result_in_words(held_out: Sequence[HeldOut]) -> str:
     interval = f"{100 * ends[-1].low:.1f} to {100 * ends[-1].high:.1f}, 95 % interval"
     means = [with_interval(one.mean_score, one.score_low, one.score_high) for one in ends if one.mean_score is not None]
     score = f", mean score {' → '.join(means)}" if len(means) == len(ends) else ""
-    return f"held-out accuracy {accuracy} ({interval}){score}"
+    return f"held-out accuracy {accuracy} ({interval}){score}{_unscored(ends[-1])}"
+
+
+def _unscored(held_out: HeldOut) -> str:
+    return f", {held_out.num_unscored} answers not scored" if held_out.num_unscored else ""
 
 
 class Tile(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,7 +169,8 @@ def _held_out_tile(held_out: Sequence[HeldOut]) -> Tile:
     return Tile(
         name="Held-out accuracy",
         value=" → ".join(f"{100 * one.accuracy:.1f} %" for one in ends),
-        note=f"{100 * last.low:.1f} to {100 * last.high:.1f} % (95 % interval), {when}",
+        note=f"{100 * last.low:.1f} to {100 * last.high:.1f} % (95 % interval), {when}{_unscored(last)}",
+        is_bad=last.num_unscored > 0,
     )
 
 

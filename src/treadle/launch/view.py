@@ -255,6 +255,8 @@ def draw(state: ViewState) -> RenderableType:
         scores = "  →  ".join(_number(evaluation.mean_score, "{:.3f}") for evaluation in shown)
         lines.append(Text.assemble(("held-out accuracy  ", "dim"), (_accuracies(history.evaluations), "bold")))
         lines.append(Text.assemble(("held-out score     ", "dim"), scores))
+        if shown[-1].num_unscored:
+            lines.append(Text(f"! {shown[-1].num_unscored} held-out answers could not be scored", style="yellow"))
     for label, evaluations in history.by_env.items():
         if evaluations:
             lines.append(Text.assemble((f"  {label:<17}", "dim"), _accuracies(evaluations)))

@@ -260,8 +260,9 @@ def _read_figures(values: Mapping[str, Any], step: int) -> Evaluation:
 def held_out_of(one: Evaluation) -> HeldOut:
     """An evaluation as a chart shows it."""
     return HeldOut(
-        one.step, one.accuracy, one.low, one.high, one.mean_score, one.num_prompts, one.score_low, one.score_high
-    )
+        one.step, one.accuracy, one.low, one.high, one.mean_score, one.num_prompts, one.score_low, one.score_high,
+        one.num_unscored,
+    )  # fmt: skip
 
 
 def is_scored(sample: Mapping[str, Any]) -> bool:

@@ -53,6 +53,10 @@ def test_a_complete_run_says_what_was_measured():
     assert result_in_words(held_out) == result
     graded = HeldOut(50, 0.73, 0.67, 0.78, 0.7, 256, 0.66, 0.74)
     assert result_in_words([graded]).endswith(", mean score 0.700 (0.660 to 0.740)")
+    unscored = HeldOut(50, 0.73, 0.67, 0.78, num_unscored=13)
+    assert result_in_words([unscored]).endswith("95 % interval), 13 answers not scored")
+    tile, *_ = tiles_of(Columns(), [unscored], with_(step=50), num_warnings=0)
+    assert (tile.note.endswith("step 50, 13 answers not scored"), tile.is_bad) == (True, True)
     assert result_in_words(held_out[1:2]) == "held-out accuracy 40.0 % (30.0 to 50.0, 95 % interval)"
     assert in_words(with_(step=50, is_at_work=False, result=result)) == ["all 50 steps are trained", result]
 

@@ -174,7 +174,7 @@ def test_answers_to_one_prompt_are_one_sample_of_the_mean_score(tmp_path):
     assert result.mean_score_interval_95 == pytest.approx(mean_interval([0.4] * 2 + [0.3] * 8))
 
 
-def test_scores_that_only_say_right_or_wrong_have_the_interval_of_the_accuracy(tmp_path):
+def test_scores_that_only_say_right_or_wrong_have_no_interval(tmp_path):
     class Signed(Digits):
         def score(self, item, completion_text, completion):
             return Score(reward=1.0 if item.answer == "0" else -1.0, is_right=item.answer == "0")
