@@ -155,8 +155,8 @@ class Policy:
 
     def reference(self, folder: Path) -> Reference:
         """The starting policy; `folder`: of the base model."""
-
-        is_offloaded = self._config.reference_offload
+        # On a CPU the weights are in host memory already.
+        is_offloaded = self._config.reference_offload and self.device.type != "cpu"
         options = self._config.model_copy(update={"offload_weights": self._config.offload_weights or is_offloaded})
 
         def build_copy() -> Any:

@@ -37,7 +37,7 @@ OPTIMIZERS = (*QUICK_OPTIMIZERS, "adafactor", "adamw_cpu")
 KINDS = ("alive", "some dead")
 # Settings that are compared with a single rank, besides the optimizers. Relative differences are at most 1e-5.
 QUICK_VARIANTS: dict[str, dict[str, Any]] = {
-    "reference": {"kl_coef": 0.1, "kl_against": "reference", "epochs": 2},
+    "reference": {"kl_coef": 0.1, "kl_against": "reference", "reference_offload": True, "epochs": 2},
     "adapters": {"lora": True, "lora_dropout": 0.1, "kl_coef": 0.1, "kl_against": "reference"},
     "teacher": {"distill_coef": 0.5, "reward_coef": 0.0, "epochs": 2},
     "zero2": {"shard": "zero2", "gradient_checkpointing": True},
