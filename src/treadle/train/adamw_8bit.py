@@ -140,9 +140,10 @@ class AdamW8bit(Optimizer):
         moment.write(slice(None), _in_blocks(own.to(moment.codes.device), len(moment.codes)), self._generator)
 
     def _seed(self) -> None:
-        """Random numbers depend on the step, so that a resumed run draws the same ones."""
-        rank = self._ranks.rank
-        self._generator.manual_seed(derive_seed("adamw_8bit", self._config.seed, self._num_moves, rank))
+        """Random numbers depend on the step, so that a resumed run draws the same ones, and on the shard, so that the
+        ranks that hold the same rows (replicas) round them alike."""
+        shard = max(shard_number(p) for p in self._live.values())
+        self._generator.manual_seed(derive_seed("adamw_8bit", self._config.seed, self._num_moves, shard))
 
     def _parts(self, name: str) -> dict[str, Tensor]:
         mean, square = self._means[name], self._squares[name]

@@ -80,7 +80,7 @@ class Adafactor(torch.optim.Optimizer):
         if not state:
             state["step"] = torch.zeros((), device=parameter.device)
             if gradient.ndim >= 2:
-                state["row_square"] = gradient.new_zeros((*gradient.shape[:-1], 1))
+                state["row_square"] = torch.zeros_like(gradient[..., :1])  # sharded like it, as after a restore
                 state["column_square"] = gradient.new_zeros((*gradient.shape[:-2], 1, gradient.shape[-1]))
             else:
                 state["square"] = torch.zeros_like(gradient)

@@ -52,6 +52,10 @@ RESUMED = {
     # Saved after the second step: what dropout draws in a step that is given up is not taken back.
     "adapters": {"lora": True, "lora_dropout": 0.1, "epochs": 2, "checkpoint_interval": 2},
 }
+MORE_RESUMED: dict[int, dict[str, dict[str, Any]]] = {  # by the number of ranks, in `full` tests
+    2: {name: {"optimizer": name} for name in OPTIMIZERS[1:]} | {"context": {"context_parallel": 2}},
+    4: {"replicas": {"replicas": 2}, "adamw_8bit replicas": {**RESUMED["adamw_8bit"], "replicas": 2}},
+}
 NOT_OF_TIME = (
     "loss", "policy_loss", "kl", "entropy", "mean_ratio", "grad_norm", "learning_rate", "reward", "num_tokens",
     "sampling/importance_sampling_ratio/max", "sampling/importance_sampling_ratio/min", "pos_count", "neg_count",
@@ -124,12 +128,12 @@ def variant_jobs(model, folder, variants):
     ]  # fmt: skip
 
 
-def resumed_jobs(model, folder):
+def resumed_jobs(model, folder, variants, num_ranks=2):
     """Each setting three times: undisturbed; stopped by one rank in its third step; resumed from there."""
     jobs = []
-    for name, settings in RESUMED.items():
+    for name, settings in variants.items():
         plain = {"model": str(model), "steps": 4, "batches": "alive", "settings": settings}
-        stop = {"kind": "stop", "whom": 1, "after": 2 * whole_looks(settings)}
+        stop = {"kind": "stop", "whom": 1, "after": 2 * whole_looks(settings, num_ranks)}
         saved = {kind: str(folder / "checkpoints" / f"{kind} {name}") for kind in ("whole", "cut")}
         jobs += [
             plain | {"out": str(folder / f"whole {name}"), "checkpoints": saved["whole"]},
@@ -139,11 +143,11 @@ def resumed_jobs(model, folder):
     return jobs
 
 
-def whole_looks(settings):
-    """How often each of 2 ranks checks for a stop in one step: before each turn."""
+def whole_looks(settings, num_ranks):
+    """How often each rank checks for a stop in one step: before each turn."""
     config = TrainConfig(**(rank_worker.SETTINGS | settings))
     micros = rank_worker.pack(rank_worker.batches("alive", 1)[0], config).micros
-    return max(map(len, balance([m.cost for m in micros], 2)))
+    return max(map(len, balance([m.cost for m in micros], num_ranks // config.context_parallel)))
 
 
 @pytest.fixture(scope="session")
@@ -160,6 +164,10 @@ def runs_folder(request, tmp_path_factory):
             model = write_tiny_model(folder / "model", hidden_size=32, num_layers=2)
             if is_full:
                 make_runs(model, folders_in(folder), OPTIMIZERS, VARIANTS, (2, 3, 4))
+                run_all(
+                    (n, folders_in(folder)[n] / "more", 60.0, resumed_jobs(model, folders_in(folder)[n] / "more", v, n))
+                    for n, v in MORE_RESUMED.items()
+                )
             else:
                 make_runs(model, folders_in(folder), QUICK_OPTIMIZERS, QUICK_VARIANTS, (2,))
             (folder / "is_complete").touch()
@@ -192,10 +200,15 @@ def make_runs(model, folders, optimizers, variants, rank_counts):
         shutil.copytree(folders[1] / "checkpoints" / "adamw, alive", folder / "checkpoints" / "longer")
         jobs = [*compared_jobs(model, folder, optimizers), longer_job(model, folder) | {"resume": True}]
         jobs += variant_jobs(model, folder, possible_variants(variants, num_ranks))
-        runs.append((num_ranks, folder, 60.0, jobs + (resumed_jobs(model, folder) if num_ranks == 2 else [])))
-    codes = run_ranks(*runs)
-    for num_ranks, found in zip(rank_counts, codes, strict=True):
-        output = "".join(file.read_text()[-2000:] for file in folders[num_ranks].glob("stderr-*.txt"))
+        runs.append((num_ranks, folder, 60.0, jobs + (resumed_jobs(model, folder, RESUMED) if num_ranks == 2 else [])))
+    run_all(runs)
+
+
+def run_all(runs):
+    """`run_ranks`; all ranks must succeed."""
+    runs = list(runs)
+    for (num_ranks, folder, _, _), found in zip(runs, run_ranks(*runs), strict=True):
+        output = "".join(file.read_text()[-2000:] for file in folder.glob("stderr-*.txt"))
         assert list(found.values()) == [0] * num_ranks, output
 
 
@@ -316,11 +329,19 @@ def test_a_step_without_signal_changes_nothing_on_any_rank(results):
     assert norms[2] > 0
 
 
-@pytest.mark.parametrize("name", RESUMED)
-def test_ranks_stop_together_and_resume_bit_for_bit(results, name):
-    """Only rank 1 is asked to stop, in the middle of the third step: both end after the second."""
-    whole, cut = results[2] / f"whole {name}", results[2] / f"cut {name}"
-    for rank in (0, 1):
+@pytest.mark.parametrize(
+    ("num_ranks", "name"),
+    [
+        *((2, name) for name in RESUMED),
+        *(pytest.param(n, name, marks=pytest.mark.full) for n, variants in MORE_RESUMED.items() for name in variants),
+    ],
+)
+def test_ranks_stop_together_and_resume_bit_for_bit(results, num_ranks, name):
+    """Only rank 1 is asked to stop, in the middle of the third step: all end after the second. And all ranks have the
+    same weights, also those that are replicas of each other."""
+    folder = results[num_ranks] if name in RESUMED else results[num_ranks] / "more"
+    whole, cut = folder / f"whole {name}", folder / f"cut {name}"
+    for rank in range(num_ranks):
         assert json.loads((cut / "a" / f"outcome-{rank}.json").read_text())["stopped"] is True
         outcome = json.loads((cut / "b" / f"outcome-{rank}.json").read_text())
         assert (outcome["stopped"], outcome["restored"]) == (False, 2)
@@ -329,6 +350,8 @@ def test_ranks_stop_together_and_resume_bit_for_bit(results, name):
             got = load_file(cut / "b" / f"{what}-{rank}.safetensors")
             assert expected.keys() == got.keys()
             assert all(torch.equal(got[key], expected[key]) for key in expected)
+            of_first = load_file(whole / f"{what}-0.safetensors")
+            assert all(torch.equal(of_first[key], expected[key]) for key in expected)
     wanted = [[row[key] for key in NOT_OF_TIME] for row in rows(whole)]
     assert [[row[key] for key in NOT_OF_TIME] for row in (*rows(cut / "a"), *rows(cut / "b"))] == wanted
     assert len({row[5] for row in wanted}) == 4  # four different gradients
