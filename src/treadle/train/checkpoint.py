@@ -20,7 +20,7 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -69,6 +69,7 @@ ADAPTER_SETTINGS = {
 FORMAT = 1
 MANIFEST = "trainer.json"
 STATE_PREFIX = "state-"
+SEALING = "syncing and hashing a checkpoint"
 
 # ---- manifest and state files
 
@@ -230,6 +231,7 @@ class Checkpoints:
             with self._ranks.during("saving a checkpoint"):
                 deque(weights, maxlen=0)
                 deque(state, maxlen=0)
+            self._ranks.lead(SEALING, lambda: None)  # rank 0 does it
             return
 
         def fill(folder: Path) -> None:
@@ -241,6 +243,7 @@ class Checkpoints:
                     file = folder / f"{STATE_PREFIX}{number:03d}.tensors"
                     write_tensors(tensors, file)
                     seals[file.name] = sealer.submit(sync_and_hash, file)
+                self._ranks.lead(SEALING, lambda: wait(seals.values()))
             manifest = Manifest(
                 step=step,
                 sha256={name: future.result() for name, future in seals.items()},
@@ -287,8 +290,9 @@ class Checkpoints:
     def restore(self, policy: Policy, optimizer: Optimizer) -> Restored:
         """Load the newest complete checkpoint; publish after it. Everything is verified before anything is loaded."""
         kind = _kind(policy)
-        found = self._newest_whole(kind) if self._ranks.leads else 0
-        step = int(self._ranks.broadcast("choosing a checkpoint", b"%d" % found))  # rank 0 verified it for all
+        # Rank 0 verifies it for all, which may take longer than they wait for a message.
+        found = self._ranks.lead("verifying the checkpoints", lambda: self._newest_whole(kind))
+        step = int(self._ranks.broadcast("choosing a checkpoint", b"%d" % (found or 0)))
         if step == 0:
             return Restored()
         folder = self._root / f"{kind.prefix}{step}"

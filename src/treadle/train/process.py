@@ -230,8 +230,8 @@ def _train(
     _compile_while_engine_loads(config, ranks, progress)
     engine = mode.attach()
     stage.connect(engine, ranks, waits)
-    if ranks.leads and engine.layout is not None and not config.mode.adapters:
-        engine = _with_untrained_weights(engine, engine.layout, mode, config)
+    reset = ranks.lead("resetting the engine", partial(_with_untrained_weights, engine, mode, config))
+    engine = reset or engine
     # The sync mode decides where the live weights are; rank 0 alone publishes them.
     with report_loading(progress.loads):
         policy = build_policy(engine, config, ranks)
@@ -299,13 +299,13 @@ def open_tracker(config: TrainConfig) -> Tracker:
     return build_tracker(config, config.metrics_path, without_secrets(config.model_dump(mode="json")))
 
 
-def _with_untrained_weights(
-    engine: AttachedModel, layout: Layout, mode: WatchedSync, config: TrainConfig
-) -> AttachedModel:
+def _with_untrained_weights(engine: AttachedModel, mode: WatchedSync, config: TrainConfig) -> AttachedModel:
     """A trainer that was killed before its first checkpoint leaves weights in the engine: without a checkpoint, the
     engine loads those of its model again. It refuses that to the trainer of another run."""
-    is_untouched = layout.policy_version in (None, 0) and not layout.is_held
-    if is_untouched or _has_checkpoint(config.save_path):
+    layout = engine.layout
+    if layout is None or config.mode.adapters or _has_checkpoint(config.save_path):
+        return engine
+    if layout.policy_version in (None, 0) and not layout.is_held:
         return engine
     log.warning("engine_reset", version=layout.policy_version, reason="there is no checkpoint to continue from")
     EngineLink.of_trainer(config).post("/reload_weights", ReloadWeights(policy_version=0), Updated)

@@ -2,6 +2,7 @@
 
     rank 0    mode.publish(LeadingPolicy)  ──"served_weights"──>  every rank gathers the same weights, one at a time
                                            ──"score_tokens"────>  every rank runs the same forward pass
+                                           ──"waiting"─────────>  a heartbeat: rank 0 waits for the engine or a disk
                                            ──"" (done)─────────>  the other ranks go on to the next step
 
 Sync modes know nothing of ranks: which calls they make, and in which order, is their business.
@@ -9,9 +10,11 @@ Sync modes know nothing of ranks: which calls they make, and in which order, is 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -20,10 +23,12 @@ import msgspec
 import torch
 from torch import Tensor
 
+from treadle.errors import ProcessDied
 from treadle.sync.protocol import Publishable, PublishResult, SyncMode, TokenScores
 from treadle.train.policy import Policy
 
 PHASE = "publishing the weights"
+WAITING = "waiting"
 Publish = Callable[[Publishable, int], PublishResult]
 T = TypeVar("T")
 
@@ -36,10 +41,15 @@ class _Call(msgspec.Struct):
 
 
 class LeadingPolicy:
-    """The policy as rank 0 publishes it: every call that needs all ranks is announced to the others first."""
+    """The policy as rank 0 publishes it: every call that needs all ranks is announced to the others first. Between
+    two calls a thread sends heartbeats: an engine may need longer than the others wait for a message."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
+        self._lock = threading.Lock()  # one message at a time
+        self._num_calls = 0  # in which the other ranks take part; they read no heartbeat until these have ended
+        self._is_complete = threading.Event()
+        self._lost: ProcessDied | None = None
         self.vocab_size = policy.vocab_size
         self.dtype: torch.dtype = policy.dtype
         self.device: torch.device = policy.device
@@ -49,24 +59,24 @@ class LeadingPolicy:
         return self._policy.served_shapes()
 
     def write_live_weights(self) -> None:
-        self._announce("write_live_weights")
-        self._policy.write_live_weights()
+        with self._call("write_live_weights"):
+            self._policy.write_live_weights()
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
-        self._announce("served_weights")
         weights = self._policy.served_weights()
-        try:
-            yield from weights
-        finally:
-            deque(weights, maxlen=0)  # the others gather all of them, even if an error ends this early
+        with self._call("served_weights"):
+            try:
+                yield from weights
+            finally:
+                deque(weights, maxlen=0)  # the others gather all of them, even if an error ends this early
 
     def served_adapter(self) -> Iterator[tuple[str, Tensor]]:
-        self._announce("served_adapter")
-        return self._policy.served_adapter()
+        with self._call("served_adapter"):
+            return iter(list(self._policy.served_adapter()))
 
     def score_tokens(self, token_ids: Sequence[int]) -> TokenScores:
-        self._announce("score_tokens", token_ids)
-        return self._policy.score_tokens(token_ids)
+        with self._call("score_tokens", token_ids):
+            return self._policy.score_tokens(token_ids)
 
     def save_model(self, root: Path, name: str) -> Path:
         return self._policy.write_served(self.served_weights(), root, name)
@@ -75,14 +85,48 @@ class LeadingPolicy:
         return self._policy.save_weights(root, name, tensors, metadata)
 
     def save_adapter(self, root: Path, name: str) -> Path:
-        self._announce("saved_live")
-        return self._policy.save_adapter(root, name)
+        with self._call("saved_live"):
+            return self._policy.save_adapter(root, name)
 
-    def complete(self) -> None:
-        self._announce("")
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        """The block is a publish: heartbeats during it, and at its end the others go on."""
+        sender = threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True)
+        sender.start()
+        try:
+            yield
+        finally:
+            self._is_complete.set()
+            sender.join()
+        with self._call(""):
+            pass
 
-    def _announce(self, name: str, token_ids: Sequence[int] = ()) -> None:
-        self._policy.ranks.broadcast(PHASE, msgspec.msgpack.encode(_Call(name, list(token_ids))))
+    @contextmanager
+    def _call(self, name: str, token_ids: Sequence[int] = ()) -> Iterator[None]:
+        """Announce a call, in whichever thread of rank 0 it is made."""
+        with self._lock:
+            if self._lost is not None:
+                raise self._lost
+            self._num_calls += 1
+            self._send(_Call(name, list(token_ids)))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_calls -= 1
+
+    def _send_heartbeats(self) -> None:
+        while self._lost is None and not self._is_complete.wait(self._policy.ranks.heartbeat_s):
+            with self._lock:
+                if self._num_calls:
+                    continue
+                try:
+                    self._send(_Call(WAITING))
+                except ProcessDied as lost:  # raised by the next call
+                    self._lost = lost
+
+    def _send(self, call: _Call) -> None:
+        self._policy.ranks.broadcast(PHASE, msgspec.msgpack.encode(call))
 
 
 _FOLLOWED: Mapping[str, Callable[[Policy, _Call], object]] = {
@@ -91,6 +135,7 @@ _FOLLOWED: Mapping[str, Callable[[Policy, _Call], object]] = {
     "served_adapter": lambda policy, _: deque(policy.served_adapter(), maxlen=0),
     "score_tokens": lambda policy, call: policy.score_tokens(call.token_ids),
     "saved_live": lambda policy, _: deque(policy.saved_live(), maxlen=0),
+    WAITING: lambda _policy, _call: None,
 }
 
 
@@ -125,10 +170,9 @@ def _led(policy: Policy, act: Callable[[Publishable], T]) -> T | None:
         if not ranks.leads:
             _follow(policy)
             return None
-        leading = LeadingPolicy(policy)
-        result = act(leading)
-        leading.complete()
-        return result
+        leader = LeadingPolicy(policy)
+        with leader.leading():
+            return act(leader)
 
 
 def _follow(policy: Policy) -> None:

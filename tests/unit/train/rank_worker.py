@@ -27,14 +27,16 @@ from safetensors.torch import save_file
 from treadle.config import TrainConfig
 from treadle.errors import TreadleError
 from treadle.sync.modes import OfflineSync
-from treadle.train.checkpoint import Checkpoints
+from treadle.sync.protocol import PublishResult
+from treadle.train import checkpoint
+from treadle.train.checkpoint import Checkpoints, Totals
 from treadle.train.checkpoint_copies import CheckpointCopies, copied_checkpoints
 from treadle.train.feed import open_feed
 from treadle.train.loop import FROM_THE_START, FrozenLogprobs, accumulate_gradients, train
 from treadle.train.optimizers import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import load_policy
-from treadle.train.publishing import Welcome
+from treadle.train.publishing import Welcome, publish_with_ranks
 from treadle.train.ranks import join_ranks
 from treadle.train.sharding import join_parts, own_part, whole
 from treadle.train.stop import StopRequested
@@ -225,19 +227,43 @@ def exchange(ranks):
     }
 
 
+def slow(act, ranks, is_slow=lambda *_: True):
+    """`act` that takes longer than other ranks wait for a collective operation."""
+
+    def act_slowly(*args):
+        time.sleep(1.25 * ranks.timeout_s if is_slow(*args) else 0)
+        return act(*args)
+
+    return act_slowly
+
+
+def publish_slowly(job, ranks):
+    """Publish to a slow engine, save on a slow disk, and restore from it."""
+    config = TrainConfig(**SETTINGS)
+    policy = load_policy(Path(job["model"]), config, ranks=ranks)
+    optimizer = build_optimizer(policy, config)
+    load_in_engine = slow(list, ranks)
+
+    def publish(leading, version):
+        leading.write_live_weights()
+        weights = list(leading.served_weights())
+        load_in_engine(weights)
+        leading.score_tokens([5, 6, 7])
+        return PublishResult(version=version, wait_s=0.0, write_s=0.0)
+
+    assert publish_with_ranks(publish, policy, 1).version == 1
+    for name in ("sync_and_hash", "sha256"):  # of one file: others are hashed meanwhile, or are as slow
+        setattr(checkpoint, name, slow(getattr(checkpoint, name), ranks, lambda file: file.suffix == ".tensors"))
+    checkpoints = Checkpoints(Path(job["checkpoints"]), Path(job["model"]), 2, ranks)
+    checkpoints.save(1, policy, optimizer, Totals())
+    assert checkpoints.restore(policy, optimizer).step == 1
+
+
 def copy_slowly(run, ranks):
-    """Fetch and copy checkpoints, each for longer than other ranks wait for a collective operation."""
+    """Fetch and copy checkpoints, each slowly."""
     config = TrainConfig(save_path=Path(run["folder"]), checkpoint_url=f"file://{run['folder']}/copies")
-
-    def slow(act):
-        def act_slowly(*args):
-            time.sleep(1.25 * ranks.timeout_s)
-            return act(*args)
-
-        return act_slowly
-
-    CheckpointCopies.match_newest = slow(CheckpointCopies.match_newest)
-    CheckpointCopies.finish = slow(CheckpointCopies.finish)
+    CheckpointCopies.match_newest = slow(CheckpointCopies.match_newest, ranks)
+    CheckpointCopies.finish = slow(CheckpointCopies.finish, ranks)
     with copied_checkpoints(config, ranks) as copies:
         assert (copies is not None) == ranks.leads
 
@@ -256,7 +282,7 @@ def run_rank(run, rank, port):
         own = {"seed": rank} if run.get("is_odd") else {}
         ranks = join_ranks(TrainConfig(device=device, ranks_timeout_s=run["timeout_s"], **own))
         for job in run["jobs"]:
-            run_job(job, ranks)
+            (publish_slowly if job.get("is_slow") else run_job)(job, ranks)
         if run.get("copies_slowly"):
             copy_slowly(run, ranks)
         Path(run["folder"], f"exchanged-{rank}.json").write_text(json.dumps(exchange(ranks)))

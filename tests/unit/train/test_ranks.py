@@ -385,7 +385,7 @@ def test_several_ranks_go_on_from_the_checkpoint_of_one(results, num_ranks):
 
 
 def test_a_lost_rank_ends_the_others_with_a_sentence(model, tmp_path):
-    """And a rank 0 that fetches and copies checkpoints for longer than the timeout does not."""
+    """And a rank 0 that works for longer than the timeout does not: it copies checkpoints, or publishes and hashes."""
 
     def job(kind):
         return {
@@ -393,14 +393,16 @@ def test_a_lost_rank_ends_the_others_with_a_sentence(model, tmp_path):
             "checkpoints": str(tmp_path / kind / "checkpoints"), "trouble": {"kind": kind, "whom": 1, "after": 3},
         }  # fmt: skip
 
+    slow_job = {"model": str(model), "checkpoints": str(tmp_path / "slow disk" / "checkpoints"), "is_slow": True}
     runs = (
         (3, tmp_path / "killed", 100.0, [job("killed")]),
         (2, tmp_path / "silent", 3.0, [job("silent")]),
         (2, tmp_path / "odd", 10.0, []),
         (2, tmp_path / "slow", 4.0, []),
+        (2, tmp_path / "slow disk", 4.0, [slow_job]),
     )
     started = time.monotonic()
-    assert run_ranks(*runs) == [{0: 1, 1: -9, 2: 1}, {0: 1}, {0: 1, 1: 1}, {0: 0, 1: 0}]
+    assert run_ranks(*runs) == [{0: 1, 1: -9, 2: 1}, {0: 1}, {0: 1, 1: 1}, {0: 0, 1: 0}, {0: 0, 1: 0}]
     assert time.monotonic() - started < 60  # the connections of a killed rank close: nobody waits for the timeout
     for kind, rank, size in (("killed", 0, 3), ("killed", 2, 3), ("silent", 0, 2)):
         output = (tmp_path / kind / f"stderr-{rank}.txt").read_text()
