@@ -33,6 +33,7 @@ class PlannedJob:
     engine_gpus: int = 0  # an engine worker on each (tensor parallel); 0: the engine runs on the GPU of the only rank
     shard: Literal["fsdp2", "zero2"] = "fsdp2"  # of several ranks
     replicas: int = 1  # copies of the sharded model, each on train_gpus / replicas ranks
+    ranks_multiple: int = 1  # suggested numbers of ranks are multiples of this
     offloads_weights: bool = False  # shards are in host memory
     weight_mode: WeightModeName = "shared_vllm"
     weight_bytes: int = 2

@@ -84,9 +84,14 @@ class GpuWishes:
     train_gpus: tuple[int, ...] | None = None
     tensor_parallel: int | None = None
     ranks: int | None = None
+    ranks_multiple: int = 1  # ranks that are chosen here are a multiple of this
     num_engines: int = 1
     is_one_copy: bool = False  # engine and trainer share one copy of the weights, which needs one GPU for both
     can_split: bool = True  # the engine works with tensor parallelism
+
+    @property
+    def fewest_ranks(self) -> int:
+        return self.ranks or self.ranks_multiple
 
 
 NO_WISHES = GpuWishes()
@@ -175,7 +180,7 @@ def choose_placement(
     if wishes.is_one_copy or is_none_left:
         return _share_gpu(gpus, engine or train or tuple(gpus[:1]), wishes)
     if engine is None:
-        most = (len(rest) - (0 if train else wishes.ranks or 1)) // wishes.num_engines
+        most = (len(rest) - (0 if train else wishes.fewest_ranks)) // wishes.num_engines
         if most < 1 and len(gpus) == 1:
             return _share_gpu(gpus, tuple(gpus), wishes)
         if most < (wishes.tensor_parallel or 1):
@@ -184,9 +189,9 @@ def choose_placement(
         size = wishes.tensor_parallel or _choose_size(most, half, gpu_bytes, demand, wishes)
         engine, rest = rest[: size * wishes.num_engines], rest[size * wishes.num_engines :]
     if train is None:
-        train = rest[: wishes.ranks or len(rest)]
-        if len(train) < (wishes.ranks or 1):
+        if len(rest) < wishes.fewest_ranks:
             raise _too_few(gpus, wishes)
+        train = rest[: wishes.ranks or len(rest) // wishes.ranks_multiple * wishes.ranks_multiple]
     placement = Placement(engine, train, wishes.num_engines)
     if placement.is_shared and (engine != train or len(engine) > 1):
         raise ConfigError(
@@ -194,6 +199,20 @@ def choose_placement(
             fix="they share a GPU only if it is the only one of both: name others by --engine.gpus or --train.gpus",
         )
     return placement
+
+
+def idle_note(placement: Placement, num_gpus: int, wishes: GpuWishes) -> str:
+    """Which GPUs are left over because the number of ranks is a multiple of something; "" if none are.
+
+    >>> wishes = GpuWishes(ranks_multiple=2)
+    >>> idle_note(choose_placement(range(4), 80_000_000_000, wishes=wishes), 4, wishes)
+    'GPU 3 is not used: context_parallel and replicas need a multiple of 2 trainer ranks'
+    """
+    if wishes.ranks is not None or wishes.train_gpus is not None or wishes.ranks_multiple == 1 or placement.is_shared:
+        return ""
+    idle = [gpu for gpu in range(num_gpus) if gpu not in (*placement.engine_gpus, *placement.train_gpus)]
+    needed = f"context_parallel and replicas need a multiple of {wishes.ranks_multiple} trainer ranks"
+    return f"{name_gpus(idle)} {'is' if len(idle) == 1 else 'are'} not used: {needed}" if idle else ""
 
 
 def _choose_size(most: int, half: int, gpu_bytes: int, demand: EngineDemand, wishes: GpuWishes) -> int:
@@ -226,11 +245,13 @@ def _share_gpu(gpus: Sequence[int], chosen: tuple[int, ...], wishes: GpuWishes) 
 def _too_few(gpus: Sequence[int], wishes: GpuWishes) -> ConfigError:
     number = wishes.num_engines
     engine = len(wishes.engine_gpus or ()) or number * (wishes.tensor_parallel or 1)
-    ranks = len(wishes.train_gpus or ()) or wishes.ranks or 1
+    ranks = len(wishes.train_gpus or ()) or wishes.fewest_ranks
     if number > 1 and len(gpus) <= engine:
         fix = f"fewer engines: --engines {max(1, (len(gpus) - 1) * number // engine)}"
     elif engine > 1 and len(gpus) <= engine:
         fix = "an engine on fewer GPUs: --engine.tensor-parallel-size 1, or fewer in --engine.gpus"
+    elif wishes.train_gpus is None and wishes.ranks is None and wishes.ranks_multiple > 1:
+        fix = "a smaller --train.context-parallel or --train.replicas, of which the number of ranks is a multiple"
     else:
         fix = f"fewer trainer ranks: --train.ranks {max(1, len(gpus) - engine)}, or fewer in --train.gpus"
     engines = "an engine" if number == 1 else counted(number, "engine")

@@ -17,6 +17,7 @@ from treadle.budget.placement import (
     GpuWishes,
     Placement,
     choose_placement,
+    idle_note,
     settings_on_own_gpus,
 )
 from treadle.budget.shapes import ModelShape, find_shape, shape_of_size
@@ -164,12 +165,15 @@ def _count_gpus(
     wishes = GpuWishes(
         tensor_parallel=workers,
         ranks=ranks,
+        ranks_multiple=train.ranks_multiple,
         is_one_copy=train.single_copy or values._mode == "single-copy" or (train.mode.in_memory and keeps_one_copy),
         can_split=engine.engine != "transformers",
     )
     placement = choose_placement(range(num_gpus), machine.gpu_bytes or 0, demand, wishes)
     engine_gpus = 0 if placement.is_shared else placement.tensor_parallel
     reason = "" if num_gpus == 1 else _reason(placement, demand, machine.gpu_bytes or 0, workers, ranks)
+    if idle := idle_note(placement, num_gpus, wishes):
+        reason = f"{reason}; {idle}"
     return _GpuCounts(placement.ranks, engine_gpus, reason)
 
 
@@ -196,7 +200,7 @@ def _reason(placement: Placement, demand: EngineDemand, gpu_bytes: int, workers:
         of_engine = f"the engine has {cards}, which hold fewer than {demand.num_sequences} sequences"
     if ranks is not None:
         return f"{of_engine}; the trainer has {counted(ranks, 'rank')}, as you chose"
-    each = "the other one is for the trainer" if placement.ranks == 1 else f"the other {placement.ranks} train together"
+    each = "the other one is for the trainer" if placement.ranks == 1 else f"{placement.ranks} train together"
     return f"{of_engine}; {each}"
 
 
@@ -280,6 +284,7 @@ def _job(
         engine_gpus=engine_gpus,
         shard=train.shard,
         replicas=train.replicas,
+        ranks_multiple=train.ranks_multiple,
         offloads_weights=train.offload_weights,
         weight_mode=train.weight_bridge_mode,
         weight_bytes=_weight_bytes(run, has_gpu=has_gpu),

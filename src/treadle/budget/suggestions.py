@@ -181,7 +181,7 @@ def _placements(job: PlannedJob, machine: Machine) -> Iterator[_Change]:
     for (train_gpus, engine), cost in layouts.items():
         has_room = engine >= job.engine_gpus > 0 or demand.fits(engine, machine.gpu_bytes or 0)
         is_other = (train_gpus, engine) != (job.train_gpus, job.engine_gpus)
-        if is_other and has_room and train_gpus % job.replicas == 0:
+        if is_other and has_room and train_gpus % job.ranks_multiple == 0:
             fields = (("train_gpus", train_gpus), ("engine_gpus", engine), *own)
             yield _Change(fields, layout_flags(train_gpus, engine, job.weight_mode), cost)
 

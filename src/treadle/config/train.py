@@ -6,6 +6,7 @@ the resolved configuration holds the values, so a saved run does not change when
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,6 +30,7 @@ from treadle.config.section import (
 )
 from treadle.config.sync import Quantization, SyncOptions, with_fleet_mode
 from treadle.errors import ConfigError
+from treadle.formatting import counted
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -239,6 +241,11 @@ class ShardOptions(Section):
     )
     offload_weights: bool = option(False, "keep sharded weights in host memory, and copy a layer to the GPU to compute")
 
+    @property
+    def ranks_multiple(self) -> int:
+        """The number of ranks is a multiple of this."""
+        return math.lcm(self.replicas, self.context_parallel)
+
     def check_ranks(self, num_ranks: int) -> None:
         """Refuse divisions of the ranks that leave a rest, and what only several ranks can do."""
         if self.offload_weights and num_ranks == 1:
@@ -251,7 +258,7 @@ class ShardOptions(Section):
             number = getattr(self, name)
             if num_ranks % number:
                 raise ConfigError(
-                    f"train.{name} is {number}, and {num_ranks} ranks cannot be divided by it",
+                    f"train.{name} is {number}, and {counted(num_ranks, 'rank')} cannot be divided by it",
                     fix=f"give --train.{name.replace('_', '-')} a divisor of the number of ranks, or leave it out",
                 )
 

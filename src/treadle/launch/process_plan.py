@@ -85,6 +85,7 @@ def build_plan(
     layout = choose_layout(config, facts, explicit, shape)
     notes = (*notes, *layout.notes, *why)
     config = with_values(config, {**by_processor, **layout.settings})
+    config.train.check_ranks(config.train.ranks)
     ages = spread_max_age(config, explicit)
     config = with_values(config, ages)
     ports = facts.ports

@@ -17,6 +17,7 @@ from treadle.budget.placement import (
     Placement,
     as_ranges,
     choose_placement,
+    idle_note,
     name_gpus,
     settings_on_own_gpus,
 )
@@ -77,20 +78,22 @@ def choose_layout(
     }
     if not placement.is_shared:
         settings |= settings_on_own_gpus(config, explicit)
-    return GpuLayout(settings, (str(placement),), placement)
+    idle = idle_note(placement, len(sizes), wishes)
+    return GpuLayout(settings, (str(placement), *([idle] if idle else [])), placement)
 
 
 def _wishes(config: RunConfig, explicit: frozenset[str]) -> GpuWishes:
     engine, train = config.engine, config.train
     ranks = train.ranks if "train.ranks" in explicit else None
     if train.quantization != "none" and "train.gpus" not in explicit:
-        ranks = ranks or 1  # 4-bit weights in several ranks are not tested
+        ranks = ranks or 1  # several were tested on a CPU only
     keeps_one_copy = "train.use_shared_memory" in explicit and not train.use_shared_memory
     return GpuWishes(
         engine_gpus=engine.gpus if "engine.gpus" in explicit and not config.engine_url else None,
         train_gpus=train.gpus if "train.gpus" in explicit else None,
         tensor_parallel=engine.tensor_parallel_size if "engine.tensor_parallel_size" in explicit else None,
         ranks=ranks,
+        ranks_multiple=train.ranks_multiple,
         num_engines=max(1, config.engines),
         is_one_copy=train.single_copy or (train.mode.in_memory and keeps_one_copy),
         can_split=has_vllm(engine),

@@ -142,9 +142,19 @@ def test_the_cards_of_a_machine_are_laid_out_and_the_command_printed(capsys: pyt
     assert code == 0
     assert "GPU 0  engine          76.7 GB of 84.9 GB  fits" in printed
     assert "GPU 7  trainer rank 6  80.5 GB of 84.9 GB  fits" in printed
-    assert "1 GPU holds the weights (29.5 GB) and 32 sequences; the other 7 train together" in printed
+    assert "1 GPU holds the weights (29.5 GB) and 32 sequences; 7 train together" in printed
     command = "treadle run --model Qwen3-14B --train.micro-tokens 4096 --engine.gpus 0 --train.gpus 1-7"
     assert command in printed.splitlines()
+
+
+def test_ranks_that_share_micros_leave_a_card_over(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--cards 4xh100 --model Qwen3-1.7B --train.context-parallel 2 --json"
+    _, printed, _ = plan(capsys, *words.split())
+    layout = json.loads(printed)["layout"]
+    assert (layout["engine"], layout["trainer"]) == ([0], [1, 2])
+    assert layout["reason"].endswith(
+        "; 2 train together; GPU 3 is not used: context_parallel and replicas need a multiple of 2 trainer ranks"
+    )
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,16 @@ def test_a_model_in_4_bits_is_trained_by_one_rank() -> None:
     assert (config.engine.gpus, config.train.gpus) == ((0,), (1,))
 
 
+@pytest.mark.parametrize("name", ["context_parallel", "replicas"])
+def test_ranks_that_are_chosen_can_be_divided(name: str) -> None:
+    plan = on_gpus(4, {f"train.{name}": "2"})
+    assert (plan.config.engine.gpus, plan.config.train.gpus) == ((0,), (1, 2))
+    assert "GPU 3 is not used: context_parallel and replicas need a multiple of 2 trainer ranks" in plan.notes
+    assert not any("not used" in note for note in on_gpus(3, {f"train.{name}": "2"}).notes)
+    with pytest.raises(ConfigError, match=f"{name} is 2, and 1 rank cannot be divided by it"):
+        on_gpus(1, {f"train.{name}": "2"})
+
+
 def test_gpus_of_the_user_decide_how_many_ranks_there_are() -> None:
     plan = on_gpus(8, {"train.gpus": "4,5", "engine.gpus": "0"})
     assert plan.config.train.gpus == (4, 5)
