@@ -44,7 +44,8 @@ QUICK_VARIANTS: dict[str, dict[str, Any]] = {
     "one layer": {"train_layer_indices": "1", "objective": "gspo"},
     "context": {"context_parallel": 2, "epochs": 2, "share_prompts": "on"},
 }
-VARIANTS = {**QUICK_VARIANTS, **{name: {"objective": name} for name in OBJECTIVES}}
+FOUR_BITS = {"four bits": {"weight_bridge_mode": "lora_only", "quantization": "nf4"}}
+VARIANTS = {**QUICK_VARIANTS, **FOUR_BITS, **{name: {"objective": name} for name in OBJECTIVES}}
 REPLICATED = {"replicas": {"replicas": 2, "objective": "grpo"}}  # of 4 ranks
 RESUMED = {
     "adamw": {"optimizer": "adamw"},
@@ -255,7 +256,8 @@ def test_several_ranks_train_as_one_does(results, num_ranks, kind, optimizer):
 
 @EACH_NUMBER_OF_RANKS
 @pytest.mark.parametrize(
-    "name", [*QUICK_VARIANTS, *(pytest.param(n, marks=pytest.mark.full) for n in (*OBJECTIVES, *REPLICATED))]
+    "name",
+    [*QUICK_VARIANTS, *(pytest.param(n, marks=pytest.mark.full) for n in (*FOUR_BITS, *OBJECTIVES, *REPLICATED))],
 )
 def test_losses_and_gradients_of_several_ranks_are_those_of_one(results, num_ranks, name):
     if name not in possible_variants(VARIANTS, num_ranks):
