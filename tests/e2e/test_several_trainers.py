@@ -9,7 +9,10 @@ import time
 
 import httpx
 import pytest
+import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.e2e.processes import end_of, environment, free_port, running, wait_until_healthy
 from tests.hub_process import HubProcess
@@ -80,6 +83,48 @@ def test_two_trainers_train_publish_wait_and_stop_as_one(tmp_path):
         assert httpx.get(f"{hub.url}/status").json()["current_step"] == 2
         before, after = load_file(model / "model.safetensors"), load_file(tmp_path / "out/step_2/model.safetensors")
         assert all(not after[name].equal(before[name]) for name in after)
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_two_trainers_publish_and_save_merged_adapters(tmp_path):
+    """Fingerprints and canary prove each publish of the merged weights; the final model has them too."""
+    model, saved = write_tiny_model(tmp_path / "model", hidden_size=32, num_layers=2), tmp_path / "out"
+    port, engine_log, log = free_port(), tmp_path / "engine.log", tmp_path / "trainers.log"
+    engine_url = f"http://127.0.0.1:{port}"
+    flags = ("--model", str(model), "--port", str(port), "--dtype", "float32", "--threads", "1")
+    with (
+        HubProcess(tmp_path) as hub,
+        running("engine", *flags, "--adapter-root", str(saved), log=engine_log) as engine,
+    ):
+        wait_until_healthy(f"{engine_url}/health", engine, engine_log)
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
+            "-m", "treadle", "train", "--model", str(model), "--device", "cpu", "--hub-url", hub.url,
+            "--engine-url", engine_url, "--save-path", str(saved), "--batch-size", "4", "--steps", "2",
+            "--lr", "0.01", "--warmup-steps", "0", "--lora", "true", "--weight-bridge-mode", "reload",
+            "--merge-final", "true", "--verify-publish", "always",
+        ]  # fmt: skip
+        with log.open("ab") as output:
+            trainers = subprocess.Popen(command, stdout=output, stderr=output, env=environment())
+        try:
+            wait_for(lambda: "trainer ready" in log.read_text(), "not ready", trainers, log)
+            post_groups(hub, 4)
+            assert trainers.wait(120) == 0, end_of(log)
+        finally:
+            trainers.kill()
+            trainers.wait()
+        answer = httpx.post(f"{engine_url}/generate", json={"prompt": {"prompt_token_ids": [5, 6]}, "max_tokens": 1})
+        assert answer.json()["policy_version"] == 2
+    rows = [json.loads(line) for line in (saved / "metrics.jsonl").read_text().splitlines()]
+    assert [row["sync/canary_mean_abs_diff"] < 1e-4 for row in rows if "step" in row] == [True, True]
+    base = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
+    merged = PeftModel.from_pretrained(base, saved / "final_adapter").merge_and_unload().state_dict()
+    final, start = load_file(saved / "final_model/model.safetensors"), load_file(model / "model.safetensors")
+    assert final.keys() == start.keys()
+    for name, weight in final.items():
+        torch.testing.assert_close(weight, merged[name], atol=1e-6, rtol=1e-5)
+    assert any(not weight.equal(start[name]) for name, weight in final.items())
 
 
 @pytest.mark.slow
