@@ -24,7 +24,10 @@ from treadle.train.policy import load_policy
 SERVER = Path(__file__).parents[2] / ".venv-s3" / "bin" / "moto_server"
 READY_S = 60.0
 LARGE_BYTES = 12 * 2**20  # sent in several parts
-pytestmark = pytest.mark.skipif(not SERVER.exists(), reason="scripts/setup-s3.sh installs an S3 server")
+pytestmark = [
+    pytest.mark.full,  # tests/unit/train/test_checkpoint_copies.py copies to a store of files
+    pytest.mark.skipif(not SERVER.exists(), reason="scripts/setup-s3.sh installs an S3 server"),
+]
 
 
 @pytest.fixture(scope="module")
