@@ -8,7 +8,7 @@ import math
 import msgspec
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from treadle.errors import SyncError
 from treadle.sync.layout import ALIGNMENT, Layout, map_fused, place_slices, plan_layout
@@ -139,6 +139,20 @@ def test_experts_are_refused_by_name():
             del served[f"model.layers.{i}.mlp.{mlp}.weight"]
         served[f"model.layers.{i}.mlp.experts.w13_weight"] = (2, 2 * MIDDLE, HIDDEN)
     assert "mlp.gate.weight" in refusal(wanted_of(config), served)
+
+
+def test_the_experts_of_qwen3_moe_are_refused_by_name():
+    """Its router has the same name on both sides; the experts, which each side stacks under another name, have not."""
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = Qwen3MoeConfig(**SIZES, **moe, head_dim=HEAD_DIM, tie_word_embeddings=True)
+    served = served_shapes(qk_norm=True)
+    for i in range(2):
+        for mlp in ("gate_up_proj", "down_proj"):
+            del served[f"model.layers.{i}.mlp.{mlp}.weight"]
+        served[f"model.layers.{i}.mlp.gate.weight"] = (4, HIDDEN)
+        served[f"model.layers.{i}.mlp.experts.w13_weight"] = (4, 2 * 16, HIDDEN)
+        served[f"model.layers.{i}.mlp.experts.w2_weight"] = (4, HIDDEN, 16)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in refusal(wanted_of(config), served)
 
 
 def test_a_model_split_over_gpus_is_refused_by_name():
