@@ -148,7 +148,8 @@ class SmallEngine:
         return self._receiver.receive(body["group"], dict(self.base.named_parameters()))
 
     def restart(self, body):
-        time.sleep(self.faults.hangs_in == "loading" and 0.5)
+        while self.faults.hangs_in == "loading":
+            time.sleep(0.01)
         self._load(Path(body["model_path"]))
         if body.get("adapter_path"):
             self.served = self._with_adapter(body["adapter_path"])
