@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.processes import free_port
@@ -102,6 +104,10 @@ if not own.exists():
 """
 
 
+def wait_for_file(path: str | Path) -> str:
+    return f"import pathlib, time\nwhile not pathlib.Path({str(path)!r}).exists(): time.sleep(0.01)\n"
+
+
 def start_and_watch(supervisor: Supervisor, specs: list[ProcessSpec]) -> None:
     supervisor.start(specs)
     supervisor.watch()
@@ -136,20 +142,29 @@ def test_a_rank_that_hangs_is_killed_for_the_new_start(make_spec, tmp_path, monk
     hangs = (
         f"import pathlib, time\nif not pathlib.Path({own!r}).exists():\n pathlib.Path({own!r}).touch(); time.sleep(60)"
     )
+    crash = wait_for_file(own) + CRASH_ONCE.format(lives=lives)
     restarts, said = restarts_at(Progress(3, 2))
     with Supervisor(StopRequest(), restarts=restarts) as supervisor:
-        start_and_watch(supervisor, rank_specs(make_spec, hangs, CRASH_ONCE.format(lives=lives)))
+        start_and_watch(supervisor, rank_specs(make_spec, hangs, crash))
     assert len(said) == 1
 
 
-def test_a_crash_that_is_not_repeated_names_the_rank_and_its_log(make_spec) -> None:
+def test_a_crash_that_is_not_repeated_names_the_rank_and_its_log(make_spec, tmp_path: Path) -> None:
     specs = rank_specs(
         make_spec,
-        "import time; time.sleep(0.4); raise SystemExit(1)",
+        f"{wait_for_file(tmp_path / 'seen')}raise SystemExit(1)",
         "print('last line of rank 1'); raise SystemExit(1)",
     )
+
+    def end_rank_0() -> None:
+        if not psutil.pid_exists(supervisor.pids["trainer-1"]):  # its end was seen: it is not even a zombie
+            (tmp_path / "seen").touch()
+
     restarts, _ = restarts_at(Progress(0, 0), max_restarts=0)
-    with Supervisor(StopRequest(), restarts=restarts) as supervisor, pytest.raises(ProcessDied) as caught:
+    with (
+        Supervisor(StopRequest(), on_tick=end_rank_0, restarts=restarts) as supervisor,
+        pytest.raises(ProcessDied) as caught,
+    ):
         start_and_watch(supervisor, specs)
     assert "trainer-1 died (exit code 1), not started again: --max-restarts is 0" in str(caught.value)
     assert "| last line of rank 1" in str(caught.value)
@@ -164,10 +179,24 @@ def test_a_users_mistake_in_a_rank_is_reported_as_it_is(make_spec) -> None:
 
 
 def test_an_engine_that_died_with_the_trainer_is_what_is_reported(make_spec) -> None:
+    """The engine ends right after the end of the trainer was seen."""
+
+    def kill_engine() -> None:
+        if not psutil.pid_exists(supervisor.pids["trainer"]):
+            engine = psutil.Process(supervisor.pids["engine"])
+            engine.kill()
+            while engine.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.01)
+
     restarts, said = restarts_at(Progress(0, 0))
-    crash = "import os, time; time.sleep(0.1); os.kill(os.getpid(), 9)"
-    specs = [make_spec("trainer", crash), make_spec("engine", crash)]
-    with Supervisor(StopRequest(), restarts=restarts) as supervisor, pytest.raises(ProcessDied, match="engine died"):
+    specs = [
+        make_spec("trainer", "import os; os.kill(os.getpid(), 9)"),
+        make_spec("engine", "import time; time.sleep(600)"),
+    ]
+    with (
+        Supervisor(StopRequest(), on_tick=kill_engine, restarts=restarts) as supervisor,
+        pytest.raises(ProcessDied, match="engine died"),
+    ):
         start_and_watch(supervisor, specs)
     assert not said
 
@@ -200,11 +229,11 @@ ENV_KILLED = RankEnd("env", -9, "", "exit code -9, ended by SIGKILL")
 
 
 def replacements_at(
-    *progress: Progress, max_restarts: int = 3, has_published: bool = True
+    *progress: Progress, max_restarts: int = 3, has_published: Callable[[], bool] = lambda: True
 ) -> tuple[Replacements, list[tuple[str, str]]]:
     said: list[tuple[str, str]] = []
     now = iter((Progress(0, 0), *progress)).__next__  # the first one: when the session began
-    return Replacements(max_restarts, now, lambda *note: said.append(note), lambda: has_published), said
+    return Replacements(max_restarts, now, lambda *note: said.append(note), has_published), said
 
 
 def test_each_process_has_its_own_restarts_and_needs_a_further_step() -> None:
@@ -260,14 +289,14 @@ def test_callers_restart_with_an_engine_but_not_with_an_environment(
         die = tmp_path / ("die" if name == victim else "never")
         return make_spec(name, MORTAL.format(lives=str(lives), die=str(die), name=name, rest=rest), ready_url=url)
 
-    replacements, said = replacements_at(Progress(3, 2))
+    replacements, said = replacements_at(Progress(3, 2), has_published=lambda: lives.read_text().count("trainer") == 2)
     with Supervisor(StopRequest(), replacements=replacements) as supervisor:
         supervisor.start([spec("engine", server_code(port), f"http://127.0.0.1:{port}/health")])
         for name in ("trainer", "env"):
             supervisor.start([spec(name, "time.sleep(60)")])
             supervisor.wait(lambda name=name: name in lives.read_text())
         (tmp_path / "die").touch()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         supervisor.wait(lambda: len(lives.read_text().split()) == 3 + len(again) or time.monotonic() > deadline)
     assert lives.read_text().split()[3:] == again
     assert [name for name, _ in said] == [victim]
