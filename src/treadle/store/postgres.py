@@ -40,6 +40,7 @@ from treadle.wire.hub import RegisterTrainer
 
 HUBS_LOCK = 0x74726564  # "tred": an advisory lock that every hub on the database holds as a shared one
 LISTEN_S = 0.2  # between two looks whether the store is closed: the launcher kills a hub that takes 0.6 s to end
+UNLOCK_S = 0.3  # at most, at the end; a server that does not answer releases the lock with the session
 SERVER_WAIT = WaitSpec(
     "the PostgreSQL server to take what was posted",
     fix="see whether the server of --store runs and has room on its disk (pg_isready, its log)",
@@ -230,8 +231,13 @@ class _Listener:
         self._thread.start()
 
     def close(self) -> None:
+        """The lock is released here: the server ends a session later than `close` returns, and a hub that starts at
+        once must not find this one."""
         self._is_closed.set()
         self._thread.join()
+        self._db.db.max_silence_s = UNLOCK_S
+        with contextlib.suppress(psycopg.Error):
+            self._db.execute("SELECT pg_advisory_unlock_shared(?)", (HUBS_LOCK,))
         self._db.close()
 
     def _listen(self) -> None:

@@ -141,7 +141,7 @@ class PostgresConnection:
     ids_in = "(SELECT CAST(value AS BIGINT) FROM json_array_elements_text(CAST(? AS JSON)))"
     for_update = " FOR UPDATE"
 
-    def __init__(self, db: psycopg.Connection[tuple[Any, ...]]) -> None:
+    def __init__(self, db: _Connection) -> None:
         self.db = db
         self.num_changes = 0
 
