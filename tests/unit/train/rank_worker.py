@@ -14,7 +14,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -24,11 +23,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from tests.e2e.processes import free_port
 from treadle.config import TrainConfig
 from treadle.errors import TreadleError
 from treadle.sync.modes import OfflineSync
 from treadle.sync.protocol import PublishResult
 from treadle.train import checkpoint
+from treadle.train import ranks as ranks_module
 from treadle.train.checkpoint import Checkpoints, Totals
 from treadle.train.checkpoint_copies import CheckpointCopies, copied_checkpoints
 from treadle.train.feed import open_feed
@@ -280,6 +281,7 @@ def run_rank(run, rank, port):
     code = 0
     try:
         own = {"seed": rank} if run.get("is_odd") else {}
+        ranks_module.ENDING_S = run.get("ending_s", ranks_module.ENDING_S)
         ranks = join_ranks(TrainConfig(device=device, ranks_timeout_s=run["timeout_s"], **own))
         for job in run["jobs"]:
             (publish_slowly if job.get("is_slow") else run_job)(job, ranks)
@@ -300,25 +302,25 @@ def run_rank(run, rank, port):
 
 def main(runs_file):
     torch.set_num_threads(1)
-    waited_for, silent = {}, []
+    waited_for, silent = {}, set()
     runs = json.loads(Path(runs_file).read_text())
     if any(job.get("settings", {}).get("lora") for run in runs for job in run["jobs"]):
         importlib.import_module("peft")  # once, not in each rank
     for run in runs:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         for rank in range(run["ranks"]):
             pid = os.fork()
             if pid == 0:
                 run_rank(run, rank, port)
             if run.get("silent") == rank:
-                silent.append(pid)
+                silent.add(pid)
             else:
                 waited_for[pid] = Path(run["folder"], f"exit-{rank}.txt")
     while waited_for:
         pid, status = os.wait()
-        waited_for.pop(pid).write_text(str(os.waitstatus_to_exitcode(status)))
+        if pid in waited_for:
+            waited_for.pop(pid).write_text(str(os.waitstatus_to_exitcode(status)))
+        silent.discard(pid)
     for pid in silent:
         os.kill(pid, signal.SIGKILL)
 
