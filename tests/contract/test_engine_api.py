@@ -551,9 +551,12 @@ def paused(api, mode):
 
 
 def test_a_limited_pause_ends_by_itself(api):
-    api.post("/bridge/pause", mode="keep", at_most_s=0.2)
-    assert api.get("/bridge/is_paused").json() == {"is_paused": True}
-    deadline = time.monotonic() + 20
+    for at_most_s in (0.2, 1.0, 5.0):  # on a busy machine a short pause may be over before the second request arrives
+        api.post("/bridge/pause", mode="keep", at_most_s=at_most_s)
+        if is_paused := api.get("/bridge/is_paused").json()["is_paused"]:
+            break
+    assert is_paused
+    deadline = time.monotonic() + 60
     while api.get("/bridge/is_paused").json()["is_paused"] and time.monotonic() < deadline:
         time.sleep(0.05)
     assert api.get("/health").json()["status"] == "ok"
