@@ -40,8 +40,8 @@ LARGEST_DIFFERENCE = 1e-3  # of logprobs in float32
 # As on machines of their own: an engine takes one group at a time, and computing leaves the processors idle.
 SLOW_ENGINES = "engine:step:0.1:slow"
 OWN = frozenset({"engine", "engine-1", "engine-2"})  # that the run starts
-READY_S = 120.0
-BUSY_S = 5.0
+READY_S = 300.0
+BUSY_S = 60.0
 LONG_S = 60.0  # enough to measure a rate
 OUTPUT = "launcher.log"
 
@@ -60,15 +60,17 @@ class Fleet:
     num_killed_busy: int = 0  # while they had requests
 
     def engines(self) -> list[dict[str, Any]]:
-        return httpx.get(f"{self.hub_url}/v1/engines", timeout=10).json()["engines"]
+        return httpx.get(f"{self.hub_url}/v1/engines", timeout=60).json()["engines"]
 
-    def look(self) -> None:
+    def look(self) -> list[dict[str, Any]]:
+        """The engines that serve."""
         assert self.process.poll() is None, end_of(self.folder / OUTPUT)
         serving = [row for row in self.engines() if row["state"] == "serving"]
         self.serving = frozenset(row["name"] for row in serving)
         self.served |= {row[key] for row in serving for key in ("name", "engine_id")}
-        step = httpx.get(f"{self.hub_url}/v1/status", timeout=10).json()["step"]
+        step = httpx.get(f"{self.hub_url}/v1/status", timeout=60).json()["step"]
         self.seen.append((time.monotonic(), len(serving), step))
+        return serving
 
     def watch(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -88,8 +90,8 @@ class Fleet:
 
     def kill_one(self) -> None:
         """kill -9 of one of the engines that the run started and that serve, in turn, while it generates."""
-        self.wait_until(lambda: len(self.serving) >= 2, "two engines that serve")
-        serving = {row["name"]: row["url"] for row in self.engines() if row["state"] == "serving"}
+        self.wait_until(lambda: len(self.serving) >= 2 and not OWN.isdisjoint(self.serving), "two engines that serve")
+        serving = {row["name"]: row["url"] for row in self.look()}  # its id counts among those that served
         name = min((name for name in serving if name.startswith("engine")), key=self.killed.count)
         self.num_killed_busy += is_soon_busy(serving[name])
         for child in psutil.Process(self.process.pid).children():
@@ -112,7 +114,7 @@ class Fleet:
 def is_soon_busy(url: str) -> bool:
     """Return as soon as the engine has requests, but within BUSY_S."""
     deadline = time.monotonic() + BUSY_S
-    with httpx.Client(timeout=10) as client:
+    with httpx.Client(timeout=60) as client:
         while time.monotonic() < deadline:
             if re.search(r"engine_requests_running [1-9]", client.get(f"{url}/metrics").text):
                 return True
@@ -157,7 +159,7 @@ def disturb(folder: Path, flags: Sequence[str], *, num_kills: int, every_s: floa
             joined[1].close()
             fleet.watch(3.0)
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130, end_of(folder / "runs" / OUTPUT)
+        assert process.wait(timeout=300) == 130, end_of(folder / "runs" / OUTPUT)
     finally:
         process.kill()
         process.wait()

@@ -76,12 +76,12 @@ def test_a_run_on_postgresql_survives_its_hub_and_stays_apart_from_others(
     model = write_tiny_model(tmp_path / "model")
     write_queue_of_another_run(url, tmp_path / "other", fresh=False)
 
-    flags = ("--model", str(model), *TINY_RUN, "--steps", "3", "--hub.store", url)
+    flags = ("--model", str(model), *TINY_RUN, "--steps", "8", "--hub.store", url)
     result = run_with_a_killed_hub(tmp_path / "runs", url, *flags)
     run = newest_run(tmp_path / "runs")
     assert result.returncode == 0, ending(result, run)
     assert "hub died after step" in result.stdout, "it was killed"
-    assert trained_steps(url) == [1, 2, 3]
+    assert trained_steps(url) == list(range(1, 9))
     (earlier,) = earlier_queues(url)
     assert rows_of(url, f"SELECT count(*) FROM {earlier}.groups") == [(1,)]  # noqa: S608
     assert not (run / "hub.sqlite").exists()
@@ -94,12 +94,12 @@ def test_a_run_on_postgresql_survives_its_hub_and_stays_apart_from_others(
     monkeypatch.setenv("PGPASSWORD", PASSWORD)
     assert len(treadle.load(run).rollouts(step=1)) == 10
 
-    resumed = resume(run, "--steps", "4", "--hub.store", url)
+    resumed = resume(run, "--steps", "9", "--hub.store", url)
     assert resumed.returncode == 0, ending(resumed, run)
-    assert trained_steps(url) == [1, 2, 3, 4]
+    assert trained_steps(url) == list(range(1, 10))
 
     write_queue_of_another_run(url, tmp_path / "other", fresh=True)
-    assert trained_steps(url, earlier_queues(url)[-1]) == [1, 2, 3, 4]
-    refused = resume(run, "--steps", "5", "--hub.store", url)
+    assert trained_steps(url, earlier_queues(url)[-1]) == list(range(1, 10))
+    refused = resume(run, "--steps", "10", "--hub.store", url)
     assert refused.returncode == 2
     assert "has the queue of another run" in refused.stderr
