@@ -55,6 +55,7 @@ def test_killed_there_nothing_is_lost_doubled_or_stuck(hub: HubProcess, point: s
     rng = random.Random(f"{point}{seed}")
     fault = f"{point}:{rng.randint(*PASSAGES[point])}:kill9"
     hub.start(fault)
+    first_cpu_s = hub.cpu_s
     with hub.client() as client:
         register(client, starting_step=7)
         assert register_env(client) == 0
@@ -72,7 +73,7 @@ def test_killed_there_nothing_is_lost_doubled_or_stuck(hub: HubProcess, point: s
     assert not any(poster.odd_answers for poster in posters if point != "hub:stopping"), posters[0].odd_answers
 
     hub.start()
-    assert hub.cpu_s < 2.0  # of processor time: on an idle machine it is ready as quickly
+    assert hub.cpu_s - first_cpu_s < 1.0  # of processor time: on an idle machine it is ready as quickly
     with hub.client() as client:
         status = client.get("/v1/status").json()
         assert status["step"] in (trainer.step, trainer.step + 1)  # the last answer may not have arrived

@@ -9,7 +9,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -181,25 +183,27 @@ def test_a_trainer_keeps_its_lease_when_the_hub_that_gave_it_dies(hubs: list[Hub
 
 
 def test_a_post_to_one_hub_wakes_the_trainer_that_waits_at_the_other(hubs: list[HubProcess]):
-    answered: dict[str, float] = {}
-
-    def wait() -> None:
-        with hubs[1].client() as client:
-            batch = client.post("/v1/lease", json={"step": 1, "holder": "t", "wait_s": 25.0}).json()["batch"]
-            answered[str(tags_of(batch["groups"]))] = time.monotonic()
-
-    with hubs[0].client() as client:
+    took_s: list[float] = []
+    with hubs[0].client() as client, hubs[1].client() as trainer, ThreadPoolExecutor(1) as pool:
         register(client)
         register_env(client)
-        waiting = threading.Thread(target=wait)
-        waiting.start()
-        time.sleep(1.0)  # until it waits; it would be answered at once if it came later
-        posted_s = time.monotonic()
-        assert client.post("/scored_data_list", json=[group(1), group(2)]).status_code == 200
-    waiting.join(PATIENCE_S)
-    ((tags, answered_s),) = answered.items()
-    assert tags == "[1, 2]"
-    assert answered_s - posted_s < 2.0, "it was not woken, but asked again by itself"
+
+        def wait(step: int) -> tuple[Any, float]:
+            batch = trainer.post("/v1/lease", json={"step": step, "holder": "t", "wait_s": 25.0}).json()["batch"]
+            return batch, time.monotonic()
+
+        while len(took_s) < 3 and min(took_s, default=2.0) >= 2.0:  # other processes may keep the machine busy
+            step = len(took_s) + 1
+            waiting = pool.submit(wait, step)
+            time.sleep(1.0)  # until it waits; it would be answered at once if it came later
+            posted_s = time.monotonic()
+            new = [2 * step, 2 * step + 1]
+            assert client.post("/scored_data_list", json=[group(tag) for tag in new]).status_code == 200
+            batch, answered_s = waiting.result(PATIENCE_S)
+            assert tags_of(batch["groups"]) == new
+            took_s.append(answered_s - posted_s)
+            assert trainer.post(f"/v1/batches/{step}/ack", json={"token": batch["token"]}).status_code == 200
+    assert min(took_s) < 2.0, "it was not woken, but asked again by itself"
 
 
 def test_hubs_tell_each_other_who_is_there(hubs: list[HubProcess]):
