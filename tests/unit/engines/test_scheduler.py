@@ -90,10 +90,11 @@ def test_a_client_that_comes_back_replaces_its_old_request(scheduler):
 
 
 def test_pause_lets_what_runs_finish_and_holds_the_rest(scheduler):
-    running = scheduler.submit(ask(max_tokens=60))
+    running = scheduler.submit(ask(max_tokens=200))
     while scheduler.status().num_running == 0:
+        assert not running.done()
         time.sleep(0.001)
-    scheduler.hold("wait", 30)
+    scheduler.hold("wait", 60)
     assert running.done()
     assert running.result().completions[0].policy_versions == [0]
     held = scheduler.submit(ask())
@@ -106,6 +107,7 @@ def test_pause_lets_what_runs_finish_and_holds_the_rest(scheduler):
 def test_a_pause_that_times_out_is_undone(scheduler):
     futures = [scheduler.submit(ask(max_tokens=200)) for _ in range(8)]
     while scheduler.status().num_running == 0:
+        assert not any(future.done() for future in futures)
         time.sleep(0.001)
     with pytest.raises(EngineError, match="still running"):
         scheduler.hold("wait", 0.01)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import time
 from functools import partial
 
 import pytest
@@ -83,10 +84,14 @@ def test_a_restart_loads_saved_weights_and_an_adapter(server, folder, tmp_path):
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (trained / file).unlink()  # a trainer need not save them again
     adapter = write_adapter(trained, tmp_path / "step_4", 1)
+    scheduler = server._scheduler
+    step = scheduler.runner.step
+    scheduler.runner.step = lambda: (step(), time.sleep(0.01))  # so that the restart comes before the end
 
     async def scenario():
         running = asyncio.ensure_future(server.generate(ask(max_tokens=200)))
-        await asyncio.sleep(0.05)
+        while not scheduler.status().progress_count:
+            await asyncio.sleep(0.001)
         await server.restart(trained, adapter, 4)
         assert (await server.status()).policy_version == 4
         check(await server.generate(ask()), trained, adapter)

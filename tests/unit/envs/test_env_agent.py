@@ -151,13 +151,16 @@ while not (os.path.exists(NOTE) and open(NOTE).read()):
         ('post(os.environ["TREADLE_SCORE_URL"], score=1)', 50, 1.0),
         ("sys.exit(3)", 50, None),
         ("import signal; os.killpg(0, signal.SIGTERM)", 50, None),
-        ("time.sleep(60)", 6, None),  # two more Pythons must have begun by then, on a busy machine too
+        ("time.sleep(60)", 6, None),
     ],
     ids=["score", "failure", "kills its group", "time limit"],
 )
 def test_what_an_agent_left_running_is_ended_with_it(tmp_path, ending, time_limit_s, reward):
     note = tmp_path / "stray"
-    (rollout,) = rolled(tmp_path, f"NOTE = {str(note)!r}\n{STRAY}\n{ending}", time_limit_s=time_limit_s)
+    for limit_s in (time_limit_s, 50):  # on a busy machine, the stray may not have begun within the first limit
+        (rollout,) = rolled(tmp_path, f"NOTE = {str(note)!r}\n{STRAY}\n{ending}", time_limit_s=limit_s)
+        if note.exists() and note.read_text():
+            break
     assert rollout.score.reward == reward
     assert not is_running(int(note.read_text()))
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import msgspec
 import pytest
@@ -30,7 +31,7 @@ def at_work(num_workers: int, scenario: Callable[[ValidationWorkers], Awaitable[
         validators = ValidationWorkers(num_workers)
         await validators.start()
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 while len(validators.workers) < num_workers:
                     await asyncio.sleep(0.01)
                 await scenario(validators)
@@ -163,9 +164,26 @@ def test_the_hub_survives_a_temporary_failure_to_start_workers(monkeypatch):
     at_work(1, scenario)
 
 
-def test_a_hanging_worker_is_replaced_and_its_jobs_are_repeated(monkeypatch):
-    monkeypatch.setattr("treadle.hub.validation_workers.SILENT_S", 1.5)
+@pytest.fixture
+def patience(monkeypatch) -> Callable[[Callable[[float], None]], None]:
+    """Runs a test with factors for SILENT_S and its own times: on a busy machine, workers that work may be taken for
+    ones that hang with the small factor."""
 
+    def run(test: Callable[[float], None]) -> None:
+        for factor in (1.0, 5.0):
+            monkeypatch.setattr("treadle.hub.validation_workers.SILENT_S", 1.5 * factor)
+            try:
+                test(factor)
+            except (AssertionError, Refused):
+                if factor > 1:
+                    raise
+            else:
+                break
+
+    return run
+
+
+def test_a_hanging_worker_is_replaced_and_its_jobs_are_repeated(patience):
     async def scenario(validators: ValidationWorkers) -> None:
         (stopped,) = validators.workers
         os.kill(stopped.pid, signal.SIGSTOP)
@@ -174,7 +192,7 @@ def test_a_hanging_worker_is_replaced_and_its_jobs_are_repeated(monkeypatch):
         assert len(admitted) == 6
         assert stopped not in validators.workers
 
-    at_work(1, scenario)
+    patience(lambda _: at_work(1, scenario))
 
 
 def test_a_body_that_takes_too_much_cpu_time_is_refused_at_once():
@@ -196,16 +214,15 @@ def test_a_body_that_takes_too_much_cpu_time_is_refused_at_once():
     at_work(1, scenario)
 
 
-def test_a_worker_that_works_is_not_taken_for_one_that_hangs(monkeypatch):
+def test_a_worker_that_works_is_not_taken_for_one_that_hangs(monkeypatch, patience):
     """Orders wait for the one before: the time is counted from the last sign of life."""
-    monkeypatch.setattr("treadle.hub.validation_workers.SILENT_S", 1.5)
 
-    async def scenario(validators: ValidationWorkers) -> None:
+    async def scenario(factor: float, validators: ValidationWorkers) -> None:
         (worker,) = validators.workers
         read = worker._reader.readexactly
 
         async def read_late(num_bytes: int) -> bytes:  # three times for each order
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(0.4 * factor)
             return await read(num_bytes)
 
         monkeypatch.setattr(worker._reader, "readexactly", read_late)
@@ -213,7 +230,7 @@ def test_a_worker_that_works_is_not_taken_for_one_that_hangs(monkeypatch):
         assert len(admitted) == REQUESTS_PER_WORKER
         assert worker._process.returncode is None
 
-    at_work(1, scenario)
+    patience(lambda factor: at_work(1, partial(scenario, factor)))
 
 
 def test_an_answer_that_cannot_be_read_keeps_nobody_waiting(monkeypatch):

@@ -315,12 +315,17 @@ def test_an_address_that_is_no_name_of_a_machine_is_an_error(monkeypatch) -> Non
 
 def test_an_engine_that_is_still_loading_is_waited_for(monkeypatch) -> None:
     monkeypatch.setattr(attachment, "_REQUEST_S", 0.2)
-    monkeypatch.setattr(attachment, "NOT_READY_S", {"engine": 0.5})
+    monkeypatch.setattr(attachment, "NOT_READY_S", {"engine": 60.0})
     lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        attachment.NOT_READY_S["engine"] = 0.0
+
     with socket.create_server(("127.0.0.1", 0)) as loading:  # takes connections, as a loading engine does
         url = f"http://127.0.0.1:{loading.getsockname()[1]}"
         with pytest.raises(ConfigError, match="no engine is ready"):
-            attach(attached({"engine_url": url}), frozenset(), NO_TOKENS, lines.append)
+            attach(attached({"engine_url": url}), frozenset(), NO_TOKENS, say)
     assert lines == [f"waiting for the engine at {url}: it takes connections and is not ready yet"]
 
 

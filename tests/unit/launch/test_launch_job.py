@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -90,11 +91,17 @@ def test_ctrl_c_ends_a_run_in_order(plan: RunPlan, make_spec, capsys: pytest.Cap
     patient = make_spec("trainer", "import time; time.sleep(60)")
     endless = RunPlan(plan.config, plan.run_folder, (*plan.processes[:3], patient), plan.hub_url)
     session = RunSession(endless, reader_of(endless.config, endless.run_folder))
-    timer = threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGINT))
-    timer.start()
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 60
+        while not patient.log_path.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
     session.run(plain=True)
     assert not session.outcome().is_complete
-    assert session.outcome().total_s < 12
+    assert session.outcome().total_s < 50
     assert "stopping" in capsys.readouterr().out
 
 

@@ -258,6 +258,7 @@ def serving(engine: SmallEngine, host="127.0.0.1", port=None):
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
+        assert thread.is_alive(), f"port {port} is in use"
         time.sleep(0.01)
     try:
         yield f"http://{host}:{port}"

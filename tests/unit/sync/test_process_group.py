@@ -175,10 +175,11 @@ def test_a_missing_trainer_is_an_error_of_the_engine_at_the_deadline(engine):
     assert "no gloo group with the trainer at 127.0.0.1" in answer.json()["error"]
     assert 1.9 < time.monotonic() - started < SOON_S
     started = time.monotonic()
-    refused = httpx.post(f"{engine.url}/bridge/join", json=body | {"port": free_port()}, timeout=30)
+    nobody = body | {"port": free_port(), "timeout_s": 20.0}
+    refused = httpx.post(f"{engine.url}/bridge/join", json=nobody, timeout=30)
     assert "cannot reach 127.0.0.1" in refused.json()["error"]
     assert "--broadcast-host" in refused.json()["error"]
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 15.0
 
 
 def test_the_store_listens_on_the_engines_network_alone(engine):

@@ -74,6 +74,7 @@ def serving(app):
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
+        assert thread.is_alive(), f"port {port} is in use"
         time.sleep(0.01)
     yield f"http://127.0.0.1:{port}"
     server.should_exit = True

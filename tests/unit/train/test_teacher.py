@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from transformers import AutoModelForCausalLM
 
+from tests.e2e.processes import free_port
 from tests.hub_process import HubProcess
 from tests.served_app import listening
 from tests.tiny_model import write_tiny_model
@@ -215,7 +216,7 @@ def test_a_teacher_that_needs_a_token_is_refused_with_the_variable(folders, tmp_
 
 
 def test_a_teacher_that_comes_back_finishes_the_batch(folders):
-    with served(folders[1]) as url:
+    with served(folders[1], free_port()) as url:
         teacher = connected(url, folders[0])
     batch = leased(group([[10, 11], [12, 13]]))
     teacher.start(batch)
@@ -224,7 +225,7 @@ def test_a_teacher_that_comes_back_finishes_the_batch(folders):
     time.sleep(0.3)
     assert finished.is_alive()
     with served(folders[1], int(url.rpartition(":")[2])):
-        finished.join(20)
+        finished.join(60)
     assert not finished.is_alive()
     assert not np.isnan([known(batch.groups[0], i)[3:] for i in range(2)]).any()
 
@@ -253,7 +254,7 @@ def test_a_stop_is_obeyed_while_the_teacher_is_away(folders):
 
 def test_a_batch_that_the_teacher_cannot_score_stays_at_the_hub(folders, tmp_path):
     """The trainer ends with an error; the next one gets the same batches, with the second scored ahead."""
-    with served(folders[1]) as url:
+    with served(folders[1], free_port()) as url:
         teacher = connected(url, folders[0], teacher_timeout_s=0.5)
     with HubProcess(tmp_path) as process, process.client() as client:
         hub = str(client.base_url)

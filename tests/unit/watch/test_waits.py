@@ -163,8 +163,9 @@ def test_code_that_holds_the_event_loop_is_a_wait_of_its_own() -> None:
                 if any("event loop" in wait.wanted.what and wait.seconds > 0.6 for wait in waits.now):
                     seen.set()
                 time.sleep(0.01)  # noqa: ASYNC251 - that is the point
-            await asyncio.sleep(0.05)
-            assert waits.now == [], "it moves again"
+            async with asyncio.timeout(30):
+                while waits.now:  # until the watchdog sees that it moves again
+                    await asyncio.sleep(0.01)
 
     asyncio.run(hold_it())
     assert seen.is_set()
@@ -272,9 +273,10 @@ def test_a_report_names_the_deadline_of_a_wait_that_has_one() -> None:
     assert {wait.what: wait.deadline_s for wait in received.waits} == {"version 3": 180, "a trainer": None}
 
 
-def test_leaving_does_not_wait_for_a_hub_that_is_slow() -> None:
+def test_leaving_does_not_wait_for_a_hub_that_is_slow(monkeypatch) -> None:
+    monkeypatch.setattr("treadle.watch.watchdog.SEND_TIMEOUT_S", 30.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         began = time.monotonic()
         with Watchdog("env", "env", Waits(), f"http://127.0.0.1:{silent.getsockname()[1]}"):
             time.sleep(0.1)
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 15.0
