@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 import time
 from collections import Counter
 from contextlib import closing
@@ -25,7 +26,7 @@ from treadle.envs.scoring import ScoreRules
 from treadle.envs.serving.monitor import EnvMonitor
 from treadle.errors import ConfigError, ScoringError
 
-QUICK = {"model": "judge", "rubric": "It is long.", "request_s": 2.0, "deadline_s": 5.0}
+QUICK = {"model": "judge", "rubric": "It is long.", "request_s": 30.0, "deadline_s": 60.0}
 
 
 def judge_of(server, **settings):
@@ -42,7 +43,7 @@ def score(reward, *groups, state_folder=None):
     async def run():
         async with RewardPool(num_workers=1) as pool:
             pool.services.state_folder = state_folder
-            return [await asyncio.wait_for(pool.score(reward, group), 60) for group in groups]
+            return [await asyncio.wait_for(pool.score(reward, group), 120) for group in groups]
 
     found = asyncio.run(run())
     return found[0] if len(groups) == 1 else found
@@ -185,9 +186,12 @@ def test_429_is_repeated_no_sooner_than_the_server_asks():
     ],
 )
 def test_a_failure_marks_its_completion_alone_and_is_no_score(reply, problem):
-    with judging(lambda question, _: reply if text_of(question) == "bad" else "SCORE: 10") as server:
-        reward = judge_of(server, request_s=0.4, deadline_s=1.0)
-        before, bad, after = score(reward, inputs_of("abc", "bad", "abcd"))
+    for request_s in (0.4, 6.0):  # on a busy machine, good answers may take longer than the short limit
+        with judging(lambda question, _: reply if text_of(question) == "bad" else "SCORE: 10") as server:
+            reward = judge_of(server, request_s=request_s, deadline_s=2.5 * request_s)
+            before, bad, after = score(reward, inputs_of("abc", "bad", "abcd"))
+        if (before.score, after.score) == (1.0, 1.0) and problem in bad.detail:
+            break
     assert (before.score, after.score) == (1.0, 1.0)
     assert (bad.score, bad.parts, bad.outcome) == (None, {"judge": None}, "judge_failed")
     assert problem in bad.detail
@@ -197,18 +201,19 @@ def test_a_failure_marks_its_completion_alone_and_is_no_score(reply, problem):
 def test_a_server_that_is_away_fails_within_the_deadline_and_costs_nothing():
     with judging(by_length) as server:
         url = server.url
-    reward = registry.create("judge", url=url, **{**QUICK, "deadline_s": 2.0, "max_requests": 1})
+    limits = {"request_s": 2.0, "deadline_s": 2.0}
+    reward = registry.create("judge", url=url, **{**QUICK, **limits, "max_requests": 1})
     started = time.monotonic()
     (result,) = score(reward, inputs_of("abc"))
     assert (result.outcome, requests_of([result])) == ("judge_failed", 0)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
 
 
 def test_the_loop_goes_on_and_other_questions_are_answered_while_one_hangs():
     async def run(server):
         async with RewardPool(num_workers=1) as pool:
-            hanging = asyncio.create_task(pool.score(judge_of(server, request_s=3), inputs_of("bad")))
-            results = await pool.score(judge_of(server, request_s=3), inputs_of("abc"))
+            hanging = asyncio.create_task(pool.score(judge_of(server), inputs_of("bad")))
+            results = await pool.score(judge_of(server), inputs_of("abc"))
             return results[0].score, hanging.done(), hanging.cancel()
 
     with judging(lambda question, _: Reply("SCORE: 1", after_s=30 * (text_of(question) == "bad"))) as server:
@@ -246,7 +251,13 @@ def test_the_key_comes_from_the_environment_and_stays_there(monkeypatch, tmp_pat
 
 
 def test_no_more_requests_at_once_than_allowed():
-    with judging(lambda *_: Reply("SCORE: 5", after_s=0.05)) as server:
+    three = threading.Barrier(3, timeout=30)
+
+    def script(*_):
+        three.wait()
+        return Reply("SCORE: 5", after_s=0.05)
+
+    with judging(script) as server:
         score(judge_of(server, max_concurrency=3), inputs_of(*map(str, range(12))))
     assert server.most_at_once == 3
 
@@ -493,7 +504,7 @@ def test_the_example_is_a_task_of_answers_that_a_judge_scores(mode, tmp_path, mo
 @pytest.mark.parametrize(
     "settings",
     [
-        {"url": ""}, {"model": ""}, {"url": "judge:80"}, {"max_points": 0}, {"opponents": 0}, {"request_s": 9},
+        {"url": ""}, {"model": ""}, {"url": "judge:80"}, {"max_points": 0}, {"opponents": 0}, {"request_s": 99},
         {"max_requests": -1}, {"body": {"stream": True}}, {"mode": "vote"}, {"when_spent": "panic"},
     ],
 )  # fmt: skip
