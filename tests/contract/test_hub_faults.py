@@ -92,6 +92,7 @@ def _outlives_the_lease(tmp_path: Path, lease_s: int) -> bool:
     flags = ("--validation-workers", "1", "--lease-s", str(lease_s))
     with HubProcess(folder, *flags) as hub, hub.client() as client:
         register(client)
+        assert register_env(client) == 0
         client.post("/scored_data_list", json=[group(1), group(2)])
         late = subprocess.Popen(
             [sys.executable, "-c", LATE_TRAINER, hub.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -100,10 +101,11 @@ def _outlives_the_lease(tmp_path: Path, lease_s: int) -> bool:
             assert late.stdout.readline() == "leased\n"
             os.kill(late.pid, signal.SIGSTOP)
             lease = {"step": 1, "holder": "other"}
-            early = client.post("/v1/lease", json=lease).status_code
-            if early == 200:
+            early = client.post("/v1/lease", json=lease)
+            if early.status_code == 200:
+                assert tags_of(early.json()["batch"]["groups"]) == [1, 2]
                 return False
-            assert early == 409
+            assert early.status_code == 409
             time.sleep(lease_s + 0.1)
             batch = client.post("/v1/lease", json=lease).json()["batch"]
             assert tags_of(batch["groups"]) == [1, 2]
