@@ -83,7 +83,7 @@ class SyncOptions(Section):
     publish_timeout_s: Seconds | None = option(
         None,
         "seconds for one publish; a slower engine ends the run with an error, and one of several is taken out until it "
-        "has proved the weights; empty: 180, and 900 where it restarts",
+        "is verified; empty: 180, and 900 where it restarts",
     )
     min_engines: Count = option(
         0,
