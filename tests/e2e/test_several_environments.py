@@ -73,3 +73,22 @@ def test_every_batch_has_the_share_of_each_environment(tmp_path: Path) -> None:
     assert more.returncode == 0, ending(more, run)
     assert [step["step"] for step in metrics_of(run)] == [1, 2, 3, 4, 5, 6]
     assert sequences_by_step(run) == dict.fromkeys(range(1, 7), shares)
+
+
+@pytest.mark.full
+def test_processes_of_one_environment_share_its_items(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", hidden_size=32, num_layers=2)
+    flags = ("--env.processes", "3", "--env.name", "echo", "--env.group-size", "4", "--train.batch-size", "24")
+    result, run = run_treadle(
+        tmp_path / "runs", "--model", str(model), *flags, *FLAGS, "--engine.dtype", "float32", "--steps", "4", "--plain"
+    )
+    assert result.returncode == 0, ending(result, run)
+    with sqlite3.connect(run / "hub.sqlite") as db:
+        names = dict(db.execute("SELECT env_id, desired_name FROM envs"))
+        items = list(db.execute("SELECT env_id, item FROM groups"))
+    assert len({item for _, item in items}) == len(items) >= 24, "no item was sampled twice"
+    for env_id, item in items:
+        assert item % 3 == {"echo": 0, "echo-2": 1, "echo-3": 2}[names[env_id]]
+    shares = {"echo": 8, "echo-2": 8, "echo-3": 8}
+    assert sequences_by_step(run) == dict.fromkeys(range(1, 5), shares)
+    assert [path.name for path in (run / "evals").iterdir()] == ["echo"], "one process evaluates for all"

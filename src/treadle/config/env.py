@@ -111,6 +111,18 @@ def check_columns(pairs: tuple[str, ...]) -> tuple[str, ...]:
     return pairs
 
 
+def parse_part(text: str) -> tuple[int, int]:
+    """The first item of a part, and the distance to its next one: `parse_part("2/4") == (1, 4)`, all: (0, 1)."""
+    number, _, total = (text or "1/1").partition("/")
+    return int(number) - 1, int(total)
+
+
+def check_part(text: str) -> str:
+    if text and not (re.fullmatch(r"[1-9]\d{0,5}/[1-9]\d{0,5}", text) and parse_part(text)[0] < parse_part(text)[1]):
+        raise ValueError(f"'{text}' is not a part of the items\n  -> write for example 2/4, the second of four parts")
+    return text
+
+
 MIN_GROUP_SIZE = 2  # a group of one teaches nothing, except with a teacher
 DEFAULT_MAX_AGE = 1  # sampling overlaps training; where both compute on the same cores, treadle run takes 0
 
@@ -254,6 +266,12 @@ class PaceOptions(Section):
     )
     num_environments: PositiveInt = option(
         1, "sampling starts when this many environments are registered at the hub; treadle run sets it"
+    )
+    processes: PositiveInt = option(
+        1, "processes of this environment that treadle run starts, each with a part of the items (stream)"
+    )
+    items: Annotated[str, AfterValidator(check_part)] = option(
+        "", "part of the items that this process takes (stream): 2/4 is the second of four; empty: all"
     )
     total_steps: int = option(-1, "stop after this many steps; -1: when the trainer has taken its last")
 

@@ -54,7 +54,8 @@ def load_run(
     """Read a file (TOML, YAML, saved JSON) and lay `overrides` ({"train.lr": "1e-5"}) over it.
 
     The override "env" names the environments ("gsm8k:0.7,arithmetic:0.3", or a list of names without weights); with
-    several, "env.X" is set in all of them, and "envs.1.X" in the second.
+    several, "env.X" is set in all of them, and "envs.1.X" in the second. `processes` of an environment become
+    environments with a part of its items each.
 
     `with_derived`: also the derived values of a saved run, which its own processes need and a new run must not have.
     `is_supervised`: for `treadle sft`, whose settings in the [sft] table replace those of the file.
@@ -87,7 +88,30 @@ def load_run(
             _check_place(dotted, len(values.get("envs", ())))
             set_value(values, dotted, value)
     expand_shorthands(values.get("train", {}))
-    return parse(RunConfig, values, source=str(path) if path else source)
+    run = parse(RunConfig, values, source=str(path) if path else source)
+    if all(env.processes == 1 for env in run.environments):
+        return run
+    tables = values.pop("envs", None) or [values.pop("env", {})]
+    return parse(
+        RunConfig, values | {"envs": _one_table_per_process(run, tables)}, source=str(path) if path else source
+    )
+
+
+def _one_table_per_process(run: RunConfig, tables: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The [[env]] tables of a run whose environments have several processes: they divide items and weight, and the
+    first one evaluates for all."""
+    divided = []
+    for env, label, table in zip(run.environments, labels_of(run.environments), tables, strict=True):
+        total = env.processes
+        shared: dict[str, Any] = {"processes": 1, "inference_weight": env.inference_weight / total}
+        if env.min_batch_allocation is not None:
+            shared["min_batch_allocation"] = env.min_batch_allocation / total
+        divided.append(table | (shared | {"items": f"1/{total}"} if total > 1 else {}))
+        divided += [
+            table | shared | {"items": f"{number}/{total}", "wandb_name": f"{label}-{number}", "num_eval": 0}
+            for number in range(2, total + 1)
+        ]
+    return divided
 
 
 def _with_stage(found: dict[str, Any], *, is_used: bool) -> dict[str, Any]:
@@ -148,6 +172,12 @@ def _check_place(dotted: str, num_environments: int) -> None:
 
 def load_process(path: Path | None, overrides: Mapping[str, Any], *sections: str) -> RunConfig:
     """Load the configuration of one process, which reads these sections, with their secrets."""
+    if str(overrides.get("env.processes", 1)) != "1":
+        raise ConfigError(
+            "env.processes is for treadle run, and this command is one process",
+            fix=f"start each with its part of the items and a name: --env.items 1/{overrides['env.processes']} "
+            "--env.wandb-name NAME-1",
+        )
     run = load_run(path, overrides, spreads=True)
     require_secrets(run.model_dump(mode="json"), *sections)
     os.environ.pop(VARIABLE, None)  # programs that this process starts do not need it

@@ -10,6 +10,7 @@ from treadle import cli
 from treadle.config import RunConfig, load_run, save_run
 from treadle.config.env import EnvConfig, labels_of
 from treadle.config.files import require_secrets, secret_variable
+from treadle.config.load import load_process
 from treadle.errors import ConfigError
 
 TABLES = """
@@ -156,3 +157,31 @@ def test_the_name_of_an_environment_process_is_not_split(name: str, given: list[
     with pytest.raises(SystemExit):
         cli.main(["env", name, "serve"])
     assert [(env.name, env.inference_weight) for _, env in given] == [(name, 1.0)]
+
+
+def test_processes_of_an_environment_divide_its_items_and_its_weight(tmp_path: Path) -> None:
+    run = load_run(None, {"env": "gsm8k:0.6,echo:0.4", "envs.0.processes": "3", "env.num_eval": "8"})
+    assert [(env.items, env.inference_weight, env.num_eval, env.processes) for env in run.environments] == [
+        ("1/3", pytest.approx(0.2), 8, 1), ("2/3", pytest.approx(0.2), 0, 1), ("3/3", pytest.approx(0.2), 0, 1),
+        ("", 0.4, 8, 1),
+    ]  # fmt: skip
+    assert labels_of(run.environments) == ["gsm8k", "gsm8k-2", "gsm8k-3", "echo"]
+    save_run(run, tmp_path / "config.json")
+    assert load_run(tmp_path / "config.json").environments == run.environments
+    alone = load_run(None, {"env.task": "addition", "env.processes": 2})
+    assert [(env.task, env.items) for env in alone.environments] == [("addition", "1/2"), ("addition", "2/2")]
+
+
+@pytest.mark.parametrize("part", ["0/4", "5/4", "1", "-1/2", "1/2/3", "a/b"])
+def test_a_part_that_is_none_is_refused(part: str) -> None:
+    with pytest.raises(ConfigError, match="is not a part of the items"):
+        load_run(None, {"env.items": part})
+
+
+def test_one_process_takes_a_part_of_the_items_by_name(given: list[tuple[str, EnvConfig]]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["env", "gsm8k", "serve", "--env.items", "2/4", "--env.wandb-name", "gsm8k-2"])
+    assert [env.items for _, env in given] == ["2/4"]
+    with pytest.raises(ConfigError, match="this command is one process") as refused:
+        load_process(None, {"env.processes": "4"}, "env")
+    assert refused.value.fix.startswith("start each with its part of the items and a name: --env.items 1/4")

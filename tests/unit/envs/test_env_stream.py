@@ -15,7 +15,7 @@ from env_doubles import EngineDouble, FlakyNetwork, HubDouble, save_tokenizer
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from treadle.config.env import EnvConfig, ServerConfig
+from treadle.config.env import EnvConfig, ServerConfig, parse_part
 from treadle.envs.base import Environment, Item, Score, environment, load_environment
 from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import EngineClient
@@ -596,6 +596,20 @@ def test_the_cursor_forgets_nothing(tmp_path):
     (tmp_path / "cursor.json").write_text("{")
     with pytest.raises(ConfigError, match="delete it"):
         ItemCursor(tmp_path / "cursor.json")
+
+
+def test_processes_of_one_environment_take_each_item_once(tmp_path):
+    cursors = [ItemCursor(tmp_path / f"{n}.json", *parse_part(f"{n}/3")) for n in (1, 2, 3)]
+    taken = [cursor.take() for _ in range(4) for cursor in cursors]
+    assert taken == list(range(12))
+    second = cursors[1]
+    second.finish(1)
+    second.finish(7)
+    asyncio.run(second.save())
+    again = ItemCursor(tmp_path / "2.json", *parse_part("2/3"))
+    assert (again.num_done, [again.take() for _ in range(3)]) == (2, [4, 10, 13])
+    again.start_over()
+    assert (again.num_done, again.take()) == (0, 1)
 
 
 def test_items_that_are_sometimes_right_come_more_often(tmp_path):

@@ -91,6 +91,7 @@ def choose_pace(config: EnvConfig, environment: Environment) -> Pace:
         "several turns" if environment.has_turns
         else "--env.ensure-scores-are-not-same" if config.ensure_scores_are_not_same
         else "--env.sampling difficulty" if config.sampling == "difficulty"
+        else f"--env.items {config.items}" if config.items
         else ""
     )  # fmt: skip
     if config.pace == "waves" and against:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import quote
 
-from treadle.config.env import EnvConfig
+from treadle.config.env import EnvConfig, parse_part
 from treadle.config.load import fitting_group_size, replace_text
 from treadle.envs.base import Environment
 from treadle.envs.group_file import GroupFile
@@ -131,7 +131,7 @@ async def _run_stream(
     folder = config.state_dir / quote(context.name, safe="")
     folder.mkdir(parents=True, exist_ok=True)
     with _lock_folder(folder):
-        cursor, spool = ItemCursor(folder / "cursor.json"), Spool(folder)
+        cursor, spool = ItemCursor(folder / "cursor.json", *parse_part(config.items)), Spool(folder)
         _reset_for_new_run(folder, assignment, cursor, spool)
         for path in spool.waiting():  # killed between spooling a group and saving the cursor
             cursor.finish(item_of_key(spool.key(path)))

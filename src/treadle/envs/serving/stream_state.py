@@ -34,12 +34,14 @@ ROUNDS_TO_SAVE = 20
 class ItemCursor:
     """`index = cursor.take()` ... `cursor.finish(index)`, and `save()` regularly.
 
-    Items that were taken and not finished are taken again after a restart.
+    Items that were taken and not finished are taken again after a restart. `first` and `distance` are those of a
+    process that takes a part of the items.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, first: int = 0, distance: int = 1) -> None:
         self._path = path
-        self._next = 0
+        self._first, self._distance = first, distance
+        self._next = first
         self._started: set[int] = set()
         self._retries: list[int] = []  # the smallest last
         self._is_saved = False
@@ -53,12 +55,12 @@ class ItemCursor:
 
     @property
     def num_done(self) -> int:
-        return self._next - len(self._started)
+        return (self._next - self._first) // self._distance - len(self._started)
 
     def take(self) -> int:
         if self._retries:
             return self._retries.pop()
-        index, self._next = self._next, self._next + 1
+        index, self._next = self._next, self._next + self._distance
         self._started.add(index)
         self._is_saved = False
         return index
@@ -75,7 +77,7 @@ class ItemCursor:
         self._retries.insert(0, index)
 
     def start_over(self) -> None:
-        self._next, self._started, self._retries = 0, set(), []
+        self._next, self._started, self._retries = self._first, set(), []
         self._is_saved = False
 
     async def save(self) -> None:
