@@ -12,11 +12,13 @@ import queue
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+Work = tuple[Future[Any], Callable[[], Any]] | None  # None ends a thread
 
 
 def in_background(name: str, work: Callable[[], T]) -> Future[T]:
@@ -29,25 +31,33 @@ def in_background(name: str, work: Callable[[], T]) -> Future[T]:
 
 class BackgroundWorker:
     """One daemon thread, or `num_threads`, for recurring work; one thread takes it in order. Starting a thread costs
-    about a millisecond in a busy process, handing work to a waiting thread does not."""
+    about a millisecond in a busy process, handing work to a waiting thread does not. The threads end when nothing
+    refers to the worker any more."""
 
     def __init__(self, name: str, num_threads: int = 1) -> None:
         self._name = name
-        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self._num_to_start = num_threads
+        weakref.finalize(self, self._work.put, None)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         if self._num_to_start:
-            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+            threading.Thread(target=_work_until_none, args=(self._work,), name=self._name, daemon=True).start()
             self._num_to_start -= 1
         future = Future[T]()
         future.set_running_or_notify_cancel()
         self._work.put((future, work))
         return future
 
-    def _run(self) -> None:
-        while True:
-            complete(*self._work.get())
+
+def _work_until_none(work: queue.SimpleQueue[Work]) -> None:
+    while True:
+        item = work.get()
+        if item is None:  # nobody can submit any more
+            work.put(None)  # for the other threads
+            return
+        complete(*item)
+        del item  # it may be what refers to the worker
 
 
 def complete(future: Future[T], work: Callable[[], T]) -> None:

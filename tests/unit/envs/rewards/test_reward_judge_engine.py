@@ -76,4 +76,4 @@ def test_our_engine_is_a_judge(judge):
 
 def test_an_answer_that_is_cut_off_is_no_score(judge):
     (result,) = score(judge, "hello", max_tokens=3)
-    assert (result.outcome, result.metrics["judge/requests"]) == ("judge_failed", 2)
+    assert (result.outcome, result.metrics["judge/requests"]) == ("judge_failed", 1)
