@@ -33,6 +33,8 @@ def _put_right(body: Any) -> Any:
             mapped[name] = body[name] % most
     if _is_number(body.get("batch_size")) and abs(body["batch_size"]) < 2**63:
         mapped["batch_size"] = 2
+    if isinstance(body.get("sequence"), float):  # to JSON Schema 3.0 is an integer; the hub refuses it
+        mapped["sequence"] = int(body["sequence"])
     if isinstance(body.get("wait_s"), int | float):
         mapped["wait_s"] = min(body["wait_s"], LONGEST_WAIT_S)
     if _are_rows(body.get("tokens")) and isinstance(body.get("masks"), list) and len(body) % 3:
