@@ -30,6 +30,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.full  # test_engine_api.py asks for the same without the client
 def test_its_client_reads_the_logprobs_of_a_prompt(tmp_path):
     need_atroposlib()
     model = write_tiny_model(tmp_path / "model")

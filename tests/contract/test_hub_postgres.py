@@ -259,6 +259,7 @@ def test_a_restart_of_the_server_is_waited_for_and_loses_nothing(tmp_path: Path,
             hub.end()
 
 
+@pytest.mark.full  # a rare state
 def test_a_hub_stopped_in_a_transaction_does_not_hold_up_the_other(url: str, hubs: list[HubProcess]):
     """As when its machine is suspended: the server ends its transaction after 10 s."""
     posters, trainer = at_work(hubs)

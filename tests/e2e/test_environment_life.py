@@ -108,6 +108,7 @@ class Run:
             return [item for (item,) in db.execute("SELECT item FROM groups ORDER BY id")]
 
 
+@pytest.mark.full  # test_interruptions.py kills both in a run
 def test_a_killed_environment_and_hub_continue_without_loss(model, task, tmp_path):
     with ExitStack() as stack:
         run = Run(tmp_path, model, stack)

@@ -75,6 +75,7 @@ def train(
     return steps
 
 
+@pytest.mark.full  # tests/unit/recipes reads each recipe, test_sft.py runs sft
 def test_reverse_text_is_learned_from_rows_and_then_from_rewards(folder):
     assert python(folder, "recipes/reverse-text/rows.py").returncode == 0
     model = supervised(folder, "reverse-text")

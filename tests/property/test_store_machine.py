@@ -492,6 +492,7 @@ def test_the_store_agrees_with_the_model_whatever_happens(scratch):
     run_state_machine_as_test(StoreMachine)
 
 
+@pytest.mark.full  # tests/unit/store runs on PostgreSQL, and test_hub_postgres.py kills hubs
 def test_two_hubs_on_postgresql_agree_with_the_model(postgres):
     PostgresMachine.server = postgres
     chosen = settings(max_examples=max(8, settings.default.max_examples // 8), stateful_step_count=40)

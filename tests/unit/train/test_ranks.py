@@ -387,6 +387,7 @@ def test_several_ranks_go_on_from_the_checkpoint_of_one(results, num_ranks):
         torch.testing.assert_close(got[name], wanted, atol=5e-6, rtol=1e-4)
 
 
+@pytest.mark.full  # tests/e2e/test_trainer_restarts.py kills a rank of a run
 def test_a_lost_rank_ends_the_others_with_a_sentence(model, tmp_path):
     def job(kind):
         return {
@@ -412,6 +413,7 @@ def test_a_lost_rank_ends_the_others_with_a_sentence(model, tmp_path):
     assert "rank 1 has another seed than rank 0" in (tmp_path / "odd" / "stderr-1.txt").read_text()
 
 
+@pytest.mark.full  # a rare wait
 def test_rank_0_may_work_alone_for_longer_than_the_timeout(tmp_path):
     """It copies checkpoints; or waits for the engine in a publish, syncs a checkpoint, and verifies it."""
     model = write_tiny_model(tmp_path / "model", hidden_size=32, num_layers=2)
