@@ -54,12 +54,13 @@ def load_run(
     """Read a file (TOML, YAML, saved JSON) and lay `overrides` ({"train.lr": "1e-5"}) over it.
 
     The override "env" names the environments ("gsm8k:0.7,arithmetic:0.3", or a list of names without weights); with
-    several, "env.X" is set in all of them, and "envs.1.X" in the second. `processes` of an environment become
-    environments with a part of its items each.
+    several, "env.X" is set in all of them, and "envs.1.X" in the second. An environment with several `processes`
+    becomes as many environments with a part of its items each.
 
     `with_derived`: also the derived values of a saved run, which its own processes need and a new run must not have.
     `is_supervised`: for `treadle sft`, whose settings in the [sft] table replace those of the file.
-    `spreads`: settings of the whole run in the file (`model`, `hub_url`, ...) also set those of the sections.
+    `spreads`: for one process alone: settings of the whole run in the file (`model`, `hub_url`, ...) also set those of
+    the sections, and its environment stays one.
     `source`: where the overrides come from, in words.
 
     >>> load_run(None, {"env.group_size": "4"}).env.group_size
@@ -89,7 +90,7 @@ def load_run(
             set_value(values, dotted, value)
     expand_shorthands(values.get("train", {}))
     run = parse(RunConfig, values, source=str(path) if path else source)
-    if all(env.processes == 1 for env in run.environments):
+    if spreads or all(env.processes == 1 for env in run.environments):
         return run
     tables = values.pop("envs", None) or [values.pop("env", {})]
     return parse(
@@ -172,12 +173,6 @@ def _check_place(dotted: str, num_environments: int) -> None:
 
 def load_process(path: Path | None, overrides: Mapping[str, Any], *sections: str) -> RunConfig:
     """Load the configuration of one process, which reads these sections, with their secrets."""
-    if str(overrides.get("env.processes", 1)) != "1":
-        raise ConfigError(
-            "env.processes is for treadle run, and this command is one process",
-            fix=f"start each with its part of the items and a name: --env.items 1/{overrides['env.processes']} "
-            "--env.wandb-name NAME-1",
-        )
     run = load_run(path, overrides, spreads=True)
     require_secrets(run.model_dump(mode="json"), *sections)
     os.environ.pop(VARIABLE, None)  # programs that this process starts do not need it

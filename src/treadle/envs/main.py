@@ -34,6 +34,12 @@ _STOP_WITHIN_S = 1.5
 
 async def serve_run(env: EnvConfig, server: ServerConfig) -> None:
     """`treadle env NAME serve`."""
+    if env.processes > 1:
+        raise ConfigError(
+            f"env.processes is {env.processes}, for treadle run; this command is one process",
+            fix=f"start each with its part of the items and a name: --env.processes 1 --env.items 1/{env.processes} "
+            "--env.wandb-name NAME-1",
+        )
     environment = await prepare_environment(env)
     monitor = EnvMonitor(env.name)
     watchdog = Watchdog(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from treadle.config import RunConfig, load_run, save_run
 from treadle.config.env import EnvConfig, labels_of
 from treadle.config.files import require_secrets, secret_variable
 from treadle.config.load import load_process
+from treadle.envs.main import serve_run
 from treadle.errors import ConfigError
 
 TABLES = """
@@ -182,6 +184,12 @@ def test_one_process_takes_a_part_of_the_items_by_name(given: list[tuple[str, En
     with pytest.raises(SystemExit):
         cli.main(["env", "gsm8k", "serve", "--env.items", "2/4", "--env.wandb-name", "gsm8k-2"])
     assert [env.items for _, env in given] == ["2/4"]
+
+
+def test_one_process_is_not_taken_for_several(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[env]\ntask = 'comparison'\nprocesses = 4\n")
+    run = load_process(tmp_path / "run.toml", {}, "env")
+    assert (run.envs, run.env.task) == ((), "comparison")
     with pytest.raises(ConfigError, match="this command is one process") as refused:
-        load_process(None, {"env.processes": "4"}, "env")
-    assert refused.value.fix.startswith("start each with its part of the items and a name: --env.items 1/4")
+        asyncio.run(serve_run(run.env, run.openai))
+    assert "--env.items 1/4" in refused.value.fix
