@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from treadle.envs.base import stable_seed
 from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.data import convert_rows, read_splits, with_columns
 from treadle.envs.rows import BrokenRow, Row, RowError
-from treadle.errors import ConfigError, ModelError, UserError
+from treadle.errors import ConfigError, ModelError
 from treadle.wire.groups import IGNORED, ScoredGroup
 
 SAY_EVERY_S = 10.0
@@ -75,17 +74,16 @@ def load_examples(
     """The rows of `config.data` as examples of at most `seq_len` tokens. `say` gets a line at times."""
     encode = partial(encode_row, tokenizer=tokenizer, seq_len=seq_len, system_prompt=config.system_prompt)
     convert = with_columns(_counting(encode, say), config.data_columns)
-    with _own_flags():
-        splits = read_splits(config.data, split=config.data_split)
-        train, broken = _flat(*convert_rows(splits.train, convert, config.data))
-        if config.eval_data:
-            given = read_splits(config.eval_data)
-            held_out, also_broken = _flat(*convert_rows(given.held_out or given.train, convert, config.eval_data))
-        elif splits.held_out and config.held_out > 0:
-            held_out, also_broken = _flat(*convert_rows(splits.held_out, convert, config.data))
-        else:
-            examples = split_off(train, config.held_out)
-            return Examples(examples.train, examples.held_out, broken)
+    splits = read_splits(config.data, split=config.data_split)
+    train, broken = _flat(*convert_rows(splits.train, convert, config.data))
+    if config.eval_data:
+        given = read_splits(config.eval_data)
+        held_out, also_broken = _flat(*convert_rows(given.held_out or given.train, convert, config.eval_data))
+    elif splits.held_out and config.held_out > 0:
+        held_out, also_broken = _flat(*convert_rows(splits.held_out, convert, config.data))
+    else:
+        examples = split_off(train, config.held_out)
+        return Examples(examples.train, examples.held_out, broken)
     prompts = {example.prompt for example in held_out}
     kept = [example for example in train if example.prompt not in prompts]
     if not kept:
@@ -94,16 +92,6 @@ def load_examples(
         )
     chosen = sorted(held_out, key=lambda example: stable_seed("held out", repr(example.prompt)))
     return Examples(kept, chosen[:MAX_HELD_OUT], [*broken, *also_broken])
-
-
-@contextmanager
-def _own_flags() -> Iterator[None]:
-    """Let errors of the readers that environments share name the flags of `treadle sft`."""
-    try:
-        yield
-    except UserError as error:
-        error.fix = error.fix.replace("--env.", "--")
-        raise
 
 
 def _counting(encode: Callable[[Row], list[Example]], say: Callable[[str], None]) -> Callable[[Row], list[Example]]:
