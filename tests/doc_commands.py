@@ -31,7 +31,7 @@ from tests.doc_pages import ROOT, Command
 from treadle import cli
 from treadle.config.atropos import NO_EFFECT
 from treadle.config.flags import FlagParser
-from treadle.config.load import explicit_keys, with_values
+from treadle.config.values import explicit_keys, with_values
 from treadle.envs.base import load_environment, prepare_task
 from treadle.errors import Problems
 from treadle.gpus import Gpu

@@ -14,8 +14,8 @@ from treadle.budget.job import Budget
 from treadle.budget.output import StartCommand, as_json, show
 from treadle.budget.request import accepts, add_plan_flags, read_request
 from treadle.budget.suggestions import SAFE, largest_micro_tokens, settings_of, suggest, take_less
-from treadle.config.load import explicit_keys, keys_in, value_of
 from treadle.config.schema import RunConfig
+from treadle.config.values import explicit_keys, keys_in, value_of
 from treadle.errors import ConfigError, ModelError, TreadleError
 from treadle.formatting import gigabytes
 

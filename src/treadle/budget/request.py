@@ -22,7 +22,10 @@ from treadle.budget.placement import (
 )
 from treadle.budget.shapes import ModelShape, find_shape, shape_of_size
 from treadle.budget.suggestions import settings_of
-from treadle.config.load import (
+from treadle.config.schema import RunConfig, has_vllm
+from treadle.config.section import parse_numbers
+from treadle.config.train import LOGPROB_CHUNK
+from treadle.config.values import (
     concurrent_sequences,
     explicit_keys,
     fitting_group_size,
@@ -31,9 +34,6 @@ from treadle.config.load import (
     with_fitting_groups,
     with_values,
 )
-from treadle.config.schema import RunConfig, has_vllm
-from treadle.config.section import parse_numbers
-from treadle.config.train import LOGPROB_CHUNK
 from treadle.envs.base import load_environment
 from treadle.errors import ConfigError
 from treadle.formatting import counted, gigabytes

@@ -24,11 +24,11 @@ from treadle.doctor.survey import check_cuda_sharing, check_memory_sharing, try_
 from treadle.engines.vllm.command import Installation, find_vllm
 from treadle.errors import ConfigError, MissingExtra
 from treadle.formatting import Finding, problems, show_findings
+from treadle.launch.child_process import tail_of
 from treadle.launch.folder import is_run_live, nearest_existing, resume_advice
 from treadle.launch.machine import SHARED_MEMORY, count_cores
 from treadle.launch.mps import CONTROL as MPS_CONTROL
 from treadle.launch.process_plan import CONFIG_FILE, LOG_FOLDER, server_addresses
-from treadle.launch.supervisor import tail_of
 from treadle.net.access_tokens import HUB_TOKEN_VARIABLE as HUB_TOKEN
 from treadle.net.access_tokens import MIN_TOKEN_CHARS, ClientRole, client_token
 from treadle.net.address import shown_url

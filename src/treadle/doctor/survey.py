@@ -26,8 +26,8 @@ import psutil  # type: ignore[import-untyped]
 from treadle.doctor.checks import ClockFacts, DriverFacts, LocalModel, Packages, TorchFacts, expandable_segments
 from treadle.errors import MissingExtra
 from treadle.formatting import Finding
+from treadle.launch.child_process import describe_exit
 from treadle.launch.machine import is_port_busy
-from treadle.launch.supervisor import describe_exit
 
 SURVEY_TIMEOUT_S = 60.0
 _NVIDIA = Path("/dev/nvidiactl")

@@ -19,10 +19,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from treadle.config.load import value_of, with_values
 from treadle.config.schema import RunConfig
 from treadle.config.section import HUB_TABLE
 from treadle.config.train import FLOAT32_LR
+from treadle.config.values import value_of, with_values
 from treadle.errors import ConfigError
 from treadle.launch.process_spec import AccessTokens
 from treadle.net.access_tokens import HUB_TOKEN_VARIABLE, role_token

@@ -21,8 +21,9 @@ from treadle.budget.command import show_what_fits
 from treadle.budget.shapes import read_shape
 from treadle.config import DEFAULT_MODEL
 from treadle.config.files import require_secrets
-from treadle.config.load import choose_steps, explicit_keys, keys_in, load_run, save_run, with_values
+from treadle.config.load import load_run, save_run
 from treadle.config.schema import RunConfig
+from treadle.config.values import choose_steps, explicit_keys, keys_in, with_values
 from treadle.errors import ConfigError, ModelError, ProcessDied, TreadleError, UserError, is_out_of_memory
 from treadle.formatting import counted, near, program
 from treadle.launch import folder as run_folders
@@ -33,6 +34,7 @@ from treadle.launch.attachment import (
     merge_addresses,
     unused_settings,
 )
+from treadle.launch.child_process import KILLED
 from treadle.launch.folder import save_versions
 from treadle.launch.machine import Listeners, held_ports, of_this_machine, port_of, read_machine_facts
 from treadle.launch.machines import describe_machines, facts_on, place_processes
@@ -58,7 +60,7 @@ from treadle.launch.process_plan import (
 )
 from treadle.launch.process_spec import AccessTokens
 from treadle.launch.restarts import EngineRestarts, Progress, Replacements, TrainerRestarts
-from treadle.launch.supervisor import KILLED, Stopped, StopRequest, Supervisor
+from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
 from treadle.launch.view import RunPage, Screen, ViewState, choose_view, current_phase
 from treadle.net.address import shown_url, without_token
 from treadle.net.probe import answers_ok, get_json

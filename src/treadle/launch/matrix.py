@@ -23,19 +23,10 @@ from typing import Any
 
 from treadle.budget.hardware import find_gpu, host_memory
 from treadle.config.files import NOT_STORED, require_secrets, secrets_in, without_secrets
-from treadle.config.load import (
-    choose_steps,
-    explicit_keys,
-    keys_in,
-    load_run,
-    parse,
-    replace_text,
-    suggest,
-    value_of,
-    with_fitting_groups,
-)
+from treadle.config.load import load_run, parse, replace_text, suggest
 from treadle.config.schema import RunConfig
 from treadle.config.section import set_value
+from treadle.config.values import choose_steps, explicit_keys, keys_in, value_of, with_fitting_groups
 from treadle.errors import ConfigError, MissingExtra, Problems, TreadleError, as_path_error, as_user_error
 from treadle.formatting import gigabytes, near, program
 from treadle.launch import STOPPED_BY_USER, resume, start

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from jinja2 import Environment, StrictUndefined
 
 from treadle.formatting import counted, one_line
-from treadle.launch.supervisor import last_words
+from treadle.launch.child_process import last_words
 from treadle.report.history import History, Step, is_number
 from treadle.report.summary import RunRecord
 from treadle.track.plot import load_pyplot

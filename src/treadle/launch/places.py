@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from treadle.config.load import value_of, with_values
 from treadle.config.schema import RunConfig
+from treadle.config.values import value_of, with_values
 from treadle.errors import ConfigError
 from treadle.launch import ray_cluster, slurm
 from treadle.launch.machine import Listeners

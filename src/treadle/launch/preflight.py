@@ -18,8 +18,9 @@ from typing import Any, NoReturn
 
 from treadle.config import DEFAULT_MODEL
 from treadle.config.env import EnvConfig, folder_of, labels_of, parse_sources
-from treadle.config.load import choose_steps, value_of, with_absolute_paths, with_fitting_groups, with_values
+from treadle.config.load import with_absolute_paths
 from treadle.config.schema import RunConfig, has_vllm, may_use_gpu, requires_vllm
+from treadle.config.values import choose_steps, value_of, with_fitting_groups, with_values
 from treadle.engines.model_folder import check_model_folder
 from treadle.engines.vllm.command import find_vllm
 from treadle.envs.base import load_environment, prepare_task

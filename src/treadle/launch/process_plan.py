@@ -20,7 +20,10 @@ from treadle.budget.shapes import ModelShape
 from treadle.config.env import DEFAULT_MAX_AGE, folder_of, labels_of, process_of
 from treadle.config.files import secret_variable
 from treadle.config.flag_spelling import respell_flags
-from treadle.config.load import (
+from treadle.config.schema import SECTIONS_OF_PROCESS, RunConfig
+from treadle.config.section import HUB_TABLE
+from treadle.config.train import FLOAT32_LR
+from treadle.config.values import (
     choose_steps,
     concurrent_sequences,
     explicit_keys,
@@ -28,9 +31,6 @@ from treadle.config.load import (
     value_of,
     with_values,
 )
-from treadle.config.schema import SECTIONS_OF_PROCESS, RunConfig
-from treadle.config.section import HUB_TABLE
-from treadle.config.train import FLOAT32_LR
 from treadle.errors import ConfigError
 from treadle.launch.machine import SHARED_MEMORY, MachineFacts
 from treadle.launch.process_spec import (

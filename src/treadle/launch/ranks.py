@@ -22,8 +22,8 @@ from treadle.budget.placement import (
     settings_on_own_gpus,
 )
 from treadle.budget.shapes import ModelShape
-from treadle.config.load import concurrent_sequences, longest_sequence
 from treadle.config.schema import EngineConfig, RunConfig, has_vllm
+from treadle.config.values import concurrent_sequences, longest_sequence
 from treadle.errors import ConfigError
 from treadle.launch.machine import MachineFacts
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from treadle.config.files import secrets_in
-from treadle.config.load import explicit_keys, with_fitting_groups, with_values
 from treadle.config.schema import RunConfig
+from treadle.config.values import explicit_keys, with_fitting_groups, with_values
 from treadle.errors import ConfigError, Problems
 from treadle.gpus import Gpu
 from treadle.launch import kuberay, slurm

@@ -15,11 +15,12 @@ from typing import Any
 from rich.console import Console
 
 from treadle.background import awake_s
-from treadle.config.load import explicit_keys, load_run, save_run, with_absolute_paths, with_values
+from treadle.config.load import load_run, save_run, with_absolute_paths
 from treadle.config.schema import RunConfig, may_use_gpu
 from treadle.config.sft import BATCH_SIZE, CHECKPOINT_INTERVAL, FULL_LR, LORA_LR, WARMUP_SHARE
 from treadle.config.sync import SyncOptions
 from treadle.config.train import ObjectiveOptions
+from treadle.config.values import explicit_keys, with_values
 from treadle.engines.model_folder import CheckpointFacts, read_checkpoint_facts
 from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.rows import SUFFIXES

@@ -16,7 +16,7 @@ from treadle import support
 from treadle.budget.command import show_what_fits
 from treadle.cli import main
 from treadle.config import load_run
-from treadle.config.load import explicit_keys
+from treadle.config.values import explicit_keys
 from treadle.errors import ConfigError, UserError
 from treadle.gpus import Gpu
 from treadle.launch.machine import read_machine_facts

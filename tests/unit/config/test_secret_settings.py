@@ -13,7 +13,7 @@ import pytest
 from treadle import cli
 from treadle.config import RunConfig, load_run, save_run
 from treadle.config.files import NOT_STORED, VARIABLE, require_secrets, secrets_in
-from treadle.config.load import explicit_keys
+from treadle.config.values import explicit_keys
 from treadle.errors import ConfigError
 from treadle.launch.attachment import merge_addresses
 from treadle.launch.folder import requested_keys, save_request

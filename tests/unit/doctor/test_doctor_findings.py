@@ -18,7 +18,7 @@ from treadle.doctor.live import PATTERNS, check_logs, check_processes
 from treadle.doctor.survey import HostFacts, SharingResult, SharingTest, check_cuda_sharing, check_memory_sharing
 from treadle.engines.vllm.command import Installation
 from treadle.formatting import Finding, problems, show_findings
-from treadle.launch.supervisor import describe_exit
+from treadle.launch.child_process import describe_exit
 from treadle.train.health import ALIGNMENT
 from treadle.wire.hub import LastReport, ProcessReport, WaitReport
 

@@ -19,7 +19,8 @@ import pytest
 from tests.hub_process import HubProcess
 from tests.tiny_model import write_tiny_model
 from tests.written_run import write_run
-from treadle.config.load import save_run, with_values
+from treadle.config.load import save_run
+from treadle.config.values import with_values
 from treadle.doctor.command import DoctorTarget, check_live
 from treadle.doctor.live import check_engine, check_hub
 from treadle.doctor.survey import SharingResult, list_packages, survey_model, try_sharing

@@ -20,8 +20,8 @@ from tests.e2e.processes import free_port
 from tests.hub_process import HubProcess
 from treadle.config import RunConfig, load_run, save_run
 from treadle.config.files import require_secrets
-from treadle.config.load import explicit_keys
 from treadle.config.train import FLOAT32_LR, TrainConfig
+from treadle.config.values import explicit_keys
 from treadle.errors import ConfigError, RunStalled
 from treadle.launch import attachment, resume
 from treadle.launch import folder as run_folders

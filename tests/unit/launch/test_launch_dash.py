@@ -14,8 +14,8 @@ from tests.e2e.processes import free_port
 from tests.written_run import write_run
 from treadle.background import awake_s
 from treadle.config import RunConfig, load_run, save_run
-from treadle.config.load import with_values
 from treadle.config.schema import HubConfig
+from treadle.config.values import with_values
 from treadle.errors import ConfigError
 from treadle.launch import folder as run_folders
 from treadle.launch.dash_command import RunList, show_page

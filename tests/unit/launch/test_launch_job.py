@@ -22,7 +22,7 @@ from tests.hub_process import HubProcess
 from tests.tiny_model import write_tiny_model
 from tests.written_run import evaluation, step_values, write_run
 from treadle.config import RunConfig, load_run, save_run
-from treadle.config.load import explicit_keys, with_fitting_groups
+from treadle.config.values import explicit_keys, with_fitting_groups
 from treadle.envs.base import load_environment
 from treadle.errors import ConfigError, DiskFull, ModelError, ProcessDied, UserError
 from treadle.launch import folder as run_folders

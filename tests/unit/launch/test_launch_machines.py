@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from treadle.config import load_run
-from treadle.config.load import explicit_keys, with_values
+from treadle.config.values import explicit_keys, with_values
 from treadle.errors import ConfigError
 from treadle.launch.machine import MachineFacts
 from treadle.launch.machines import Machine, facts_on, names_by_machine, place_processes, settings_for

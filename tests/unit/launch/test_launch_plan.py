@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from treadle.config import DEFAULT_MODEL, TrainConfig, load_run
-from treadle.config.load import explicit_keys
 from treadle.config.train import FLOAT32_LR
+from treadle.config.values import explicit_keys
 from treadle.errors import ConfigError
 from treadle.launch.machine import MachineFacts
 from treadle.launch.process_plan import RunPlan, build_plan, server_addresses

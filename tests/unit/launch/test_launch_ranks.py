@@ -11,7 +11,7 @@ from tests.unit.launch.test_launch_plan import FACTS, RUN, plan_for
 from treadle.budget.hardware import CARDS
 from treadle.budget.shapes import KNOWN
 from treadle.config import load_run, save_run
-from treadle.config.load import explicit_keys
+from treadle.config.values import explicit_keys
 from treadle.errors import ConfigError
 from treadle.gpus import Gpu
 from treadle.launch.mps import shares_card

@@ -13,7 +13,7 @@ from test_launch_replay import begin, started_runs, treadle  # noqa: F401
 
 from tests.written_run import evaluation, step_values
 from treadle.config import RunConfig, load_run
-from treadle.config.load import explicit_keys
+from treadle.config.values import explicit_keys
 from treadle.dash.run_folder import RunFolder
 from treadle.dash.status import result_in_words
 from treadle.launch.preflight import run_label

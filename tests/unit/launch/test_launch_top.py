@@ -16,7 +16,7 @@ from tests.e2e.processes import environment, free_port
 from tests.hub_process import HubProcess
 from tests.written_run import history_of, write_run
 from treadle.config import load_run, save_run
-from treadle.config.load import with_values
+from treadle.config.values import with_values
 from treadle.errors import ConfigError
 from treadle.launch.folder import locked
 from treadle.launch.process_plan import CONFIG_FILE

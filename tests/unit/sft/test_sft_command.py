@@ -9,8 +9,9 @@ import pytest
 
 from treadle import cli
 from treadle.config import load_run
-from treadle.config.load import explicit_keys, save_run
+from treadle.config.load import save_run
 from treadle.config.schema import RunConfig
+from treadle.config.values import explicit_keys
 from treadle.dash.charts import CHARTS, DISTANCE_FROM_TEACHER, SFT_CHARTS, charts_of
 from treadle.dash.run_folder import RunFolder, task_of
 from treadle.dash.status import RunFacts, in_words, standing, tiles_of

@@ -25,7 +25,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from treadle.config.env import EnvConfig, parse_part
-from treadle.config.load import fitting_group_size, replace_text
+from treadle.config.load import replace_text
+from treadle.config.values import fitting_group_size
 from treadle.envs.base import Environment
 from treadle.envs.group_file import GroupFile
 from treadle.envs.hub_client import STEP_LATE_S, CurrentWait, HubClient
